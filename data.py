@@ -1,0 +1,138 @@
+"""Data: Problem -> Trajectory -> Group -> Batch, the one river that every file steps into.
+
+    Problem      a question and its label
+    Trajectory   the record of one rollout: every token, who wrote it, every tool call, the reward
+    Group        the N trajectories of one problem in one step; resampling maps Group to Group
+    Batch        kept trajectories packed into flat tensors, the only form that the trainer sees
+
+Facts are recorded when they happen; no field is later overwritten by a derived value. Tokens are the
+truth: text is decoded from them to be read, never encoded again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+
+import torch
+from torch import Tensor
+
+TOOL_ERRORS = ("error", "timeout", "memory", "output", "malformed", "refused")  # Eq. 4; `lost` is ours
+SEGMENT_KINDS = ("prompt", "forced", "model", "separator", "tool")
+STOP_REASONS = ("stopped", "length", "turns", "wall")
+
+
+@dataclass(frozen=True)
+class Problem:
+    id: str
+    question: str
+    answer: str
+    source: str = ""
+
+
+@dataclass
+class ToolCall:
+    """One call as it happened. status: ok | empty | error | timeout | memory | output | lost (from the
+    sandbox), malformed (could not be parsed) or refused (beyond the cap of a turn)."""
+
+    turn: int
+    name: str
+    code: str
+    input: str
+    status: str
+    stdout: str = ""
+    stderr: str = ""
+    seconds: float = 0.0  # CPU seconds, measured by the sandbox's parent
+
+    @property
+    def failed(self) -> bool:
+        return self.status in TOOL_ERRORS
+
+
+@dataclass
+class Trajectory:
+    """The record of one rollout. token_ids, loss_mask, logprobs, entropies have one entry a token;
+    logprobs and entropies are 0.0 where the model did not sample (loss_mask 0)."""
+
+    problem: Problem
+    rollout: int  # index in its group
+    step: int
+    token_ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # engine's, of the distribution sampled from
+    entropies: list[float] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    segments: list[tuple[int, int, str]] = field(default_factory=list)  # (start, end, kind)
+    num_turns: int = 0  # assistant turns, the first included
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    num_answer_tags: int = 0  # <answer> tags that the model wrote
+    answer: str | None = None
+    stop_reason: str = ""
+    reward: float = 0.0
+    penalty: float = 0.0
+    kept: bool = False
+    policy_version: int = 0
+
+    def append(self, token_ids, kind: str, logprobs=None, entropies=None) -> None:
+        """Appends a segment. Only kind "model" has loss: the mask comes from who wrote the token."""
+        assert kind in SEGMENT_KINDS, kind
+        n, start = len(token_ids), len(self.token_ids)
+        wrote = kind == "model"
+        assert wrote == (logprobs is not None), f"{kind} segment with logprobs={logprobs is not None}"
+        self.token_ids += list(token_ids)
+        self.loss_mask += [int(wrote)] * n
+        self.logprobs += list(logprobs) if wrote else [0.0] * n
+        self.entropies += list(entropies) if wrote else [0.0] * n
+        self.segments.append((start, start + n, kind))
+        self.check()
+
+    def check(self) -> None:
+        n = len(self.token_ids)
+        lengths = len(self.loss_mask), len(self.logprobs), len(self.entropies)
+        assert lengths == (n, n, n), f"{n} token_ids but (mask, logprobs, entropies) {lengths}"
+
+    @property
+    def num_model_tokens(self) -> int:
+        return sum(self.loss_mask)
+
+    def to_json(self) -> dict:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(row: dict) -> Trajectory:
+        row = dict(row)
+        row["problem"] = Problem(**row["problem"])
+        row["tool_calls"] = [ToolCall(**c) for c in row["tool_calls"]]
+        row["segments"] = [tuple(s) for s in row["segments"]]
+        trajectory = Trajectory(**row)
+        trajectory.check()
+        return trajectory
+
+
+@dataclass
+class Group:
+    problem: Problem
+    trajectories: list[Trajectory]
+
+
+@dataclass
+class Batch:
+    """Packed trajectories (or SFT documents). All (T,) but cu_seqlens (S + 1,).
+
+    token_weights = loss_mask / denominator, made once per optimiser step over all ranks, so that
+    -(objective * token_weights).sum() is right for any number of ranks and micro-batches.
+    """
+
+    token_ids: Tensor  # int64
+    positions: Tensor  # int64, restart at 0 in every segment
+    cu_seqlens: Tensor  # int32, segment borders
+    loss_mask: Tensor  # float32; 1 where token t was written by the model
+    engine_logprobs: Tensor  # float32
+    advantages: Tensor  # float32
+    token_weights: Tensor  # float32
+
+    def targets(self) -> Tensor:
+        """(T,) the token that row t predicts if that token has loss, else -1 (row t predicts t + 1)."""
+        targets = torch.full_like(self.token_ids, -1)
+        wanted = self.loss_mask[1:].bool() & (self.positions[1:] > 0)
+        targets[:-1] = torch.where(wanted, self.token_ids[1:], -1)
+        return targets
