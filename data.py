@@ -5,8 +5,8 @@
     Group        the N trajectories of one problem in one step; resampling maps Group to Group
     Batch        kept trajectories packed into flat tensors, the only form that the trainer sees
 
-Facts are recorded when they happen; no field is later overwritten by a derived value. Tokens are the
-truth: text is decoded from them to be read, never encoded again.
+Facts are recorded when they happen; no field is later overwritten by a derived value. Tokens are
+the truth: text is decoded from them to be read, never encoded again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass, field
 import torch
 from torch import Tensor
 
-TOOL_ERRORS = ("error", "timeout", "memory", "output", "malformed", "refused")  # Eq. 4; `lost` is ours
+# Statuses that count as errors in Eq. 4; `lost` is our own fault and in neither number.
+TOOL_ERRORS = ("error", "timeout", "memory", "output", "malformed", "refused")
 SEGMENT_KINDS = ("prompt", "forced", "model", "separator", "tool")
 STOP_REASONS = ("stopped", "length", "turns", "wall")
 
@@ -31,8 +32,8 @@ class Problem:
 
 @dataclass
 class ToolCall:
-    """One call as it happened. status: ok | empty | error | timeout | memory | output | lost (from the
-    sandbox), malformed (could not be parsed) or refused (beyond the cap of a turn)."""
+    """One call as it happened. status: ok | empty | error | timeout | memory | output | lost (from
+    the sandbox), malformed (could not be parsed) or refused (beyond the cap of a turn)."""
 
     turn: int
     name: str
@@ -58,7 +59,7 @@ class Trajectory:
     step: int
     token_ids: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)  # engine's, of the distribution sampled from
+    logprobs: list[float] = field(default_factory=list)  # engine's, of what was sampled from
     entropies: list[float] = field(default_factory=list)
     num_prompt_tokens: int = 0
     segments: list[tuple[int, int, str]] = field(default_factory=list)  # (start, end, kind)
@@ -73,11 +74,11 @@ class Trajectory:
     policy_version: int = 0
 
     def append(self, token_ids, kind: str, logprobs=None, entropies=None) -> None:
-        """Appends a segment. Only kind "model" has loss: the mask comes from who wrote the token."""
+        """Appends a segment. Only "model" has loss: the mask comes from who wrote the token."""
         assert kind in SEGMENT_KINDS, kind
         n, start = len(token_ids), len(self.token_ids)
         wrote = kind == "model"
-        assert wrote == (logprobs is not None), f"{kind} segment with logprobs={logprobs is not None}"
+        assert wrote == (logprobs is not None), f"{kind} segment, logprobs given: {not wrote}"
         self.token_ids += list(token_ids)
         self.loss_mask += [int(wrote)] * n
         self.logprobs += list(logprobs) if wrote else [0.0] * n
@@ -131,7 +132,7 @@ class Batch:
     token_weights: Tensor  # float32
 
     def targets(self) -> Tensor:
-        """(T,) the token that row t predicts if that token has loss, else -1 (row t predicts t + 1)."""
+        """(T,): row t predicts token t + 1; its id if that token has loss, else -1."""
         targets = torch.full_like(self.token_ids, -1)
         wanted = self.loss_mask[1:].bool() & (self.positions[1:] > 0)
         targets[:-1] = torch.where(wanted, self.token_ids[1:], -1)

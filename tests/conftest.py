@@ -1,4 +1,5 @@
-"""Every test runs on one CPU thread: bits may depend on the thread count, speed on two cores too."""
+"""Every test runs on one CPU thread: bits and speed depend on the thread count."""
+
 import torch
 
 torch.set_num_threads(1)
