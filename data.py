@@ -109,10 +109,42 @@ class Trajectory:
         return trajectory
 
 
+    def summary(self, rank: int = 0) -> Summary:
+        return Summary(
+            problem_id=self.problem.id,
+            rollout=self.rollout,
+            rank=rank,
+            reward=self.reward,
+            penalty=self.penalty,
+            stop_reason=self.stop_reason,
+            num_tokens=len(self.token_ids),
+            num_model_tokens=self.num_model_tokens,
+            num_calls=sum(c.status != "lost" for c in self.tool_calls),
+            num_errors=sum(c.failed for c in self.tool_calls),
+        )
+
+
+@dataclass
+class Summary:
+    """What every rank knows of a trajectory that only one rank holds: enough to select, to weigh and
+    to count. grpo_roc's functions take a Group of either."""
+
+    problem_id: str
+    rollout: int
+    rank: int  # who holds the trajectory
+    reward: float
+    penalty: float
+    stop_reason: str
+    num_tokens: int
+    num_model_tokens: int
+    num_calls: int
+    num_errors: int
+
+
 @dataclass
 class Group:
     problem: Problem
-    trajectories: list[Trajectory]
+    trajectories: list[Trajectory] | list[Summary]
 
 
 @dataclass
