@@ -12,6 +12,7 @@ the truth: text is decoded from them to be read, never encoded again.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 
 import torch
 from torch import Tensor
@@ -121,13 +122,14 @@ class Trajectory:
             num_model_tokens=self.num_model_tokens,
             num_calls=sum(c.status != "lost" for c in self.tool_calls),
             num_errors=sum(c.failed for c in self.tool_calls),
+            tokens_sha=sha256(repr(self.token_ids).encode()).hexdigest(),
         )
 
 
 @dataclass
 class Summary:
-    """What every rank knows of a trajectory that only one rank holds: enough to select, to weigh and
-    to count. grpo_roc's functions take a Group of either."""
+    """What every rank knows of a trajectory that only one rank holds: enough to select, to weigh
+    and to count. grpo_roc's functions take a Group of either."""
 
     problem_id: str
     rollout: int
@@ -139,6 +141,7 @@ class Summary:
     num_model_tokens: int
     num_calls: int
     num_errors: int
+    tokens_sha: str  # sha256 of token_ids, for the digest of the step
 
 
 @dataclass
