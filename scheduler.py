@@ -1,0 +1,163 @@
+"""Which engine takes which rollout, and when (paper section 3.2, figure 7).
+
+One queue holds the step's rollouts; every engine claims from it. How many it claims at a time is
+the policy. With N rollouts per engine fixed up front, engines that drew short trajectories idle at
+the end while others overflow their KV cache, evict and compute again. Policies, plain functions of
+the same few numbers (EngineView) to a number of rollouts to start now:
+
+    static         a fixed dealt share at the start, nothing later
+    static_groups  the same with whole groups on one engine (an order with group_chunk = group_size)
+    capacity       the paper's: as many as fit the cache if all grew to the maximum, refilled
+    expected       ours: as many as fit the cache as lengths were seen to come out, refilled
+
+`capacity` never overflows and starts too few: most rollouts end long before the maximum. `expected`
+asks the lengths of finished trajectories of this run instead. S(x) = share of rollouts longer than
+x; a rollout that holds x tokens now holds x + k in k steps with probability S(x + k) / S(x), else
+none. Summed over the running ones this is the cache's mean and variance k steps ahead; new rollouts
+may fill what is left below the cap at the worst k.
+
+Rollouts of one problem go together in length, so whole groups on one engine unbalance engines. The
+queue is therefore dealt in runs of `group_chunk` rollouts a problem (queue_order). A claim takes at
+most ceil(remaining / engines), static excepted: else the first engine with room takes the whole
+queue.
+
+Length and tokens mean all tokens of a trajectory that are in the cache: prompt, model, tool.
+The file does not decide what an engine runs next (that is kvcache_engine's step plan) and moves no
+rollout between engines.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+NUM_BINS = 64  # resolution of the learned survival curve, and of the look ahead
+
+
+@dataclass
+class EngineView:
+    """What a policy may know: numbers of its engine, tokens so far of the running rollouts (those
+    that wait for a tool or for the cache included) and the lengths of finished trajectories."""
+
+    num_engines: int
+    total: int  # rollouts of the step, all engines
+    remaining: int  # not yet claimed by any engine
+    started: int  # claimed by this engine in this step
+    cache_tokens: int  # size of this engine's cache
+    max_tokens: int  # budget of one rollout
+    max_seqs: int = 512
+    running: list[tuple[str, int]] = field(default_factory=list)  # (problem id, tokens so far)
+    finished: Lengths | None = None
+
+
+class Lengths:
+    """Lengths of the finished trajectories of a run, by problem. One for the whole run."""
+
+    def __init__(self, max_tokens: int):
+        self.max_tokens = max_tokens
+        self.by_problem = defaultdict(list)
+        self.counts = np.zeros(NUM_BINS + 1)
+
+    def add(self, problem_id: str, length: int) -> None:
+        self.by_problem[problem_id].append(length)
+        self.counts[min(length * NUM_BINS // self.max_tokens, NUM_BINS)] += 1
+
+    def survival(self) -> np.ndarray:
+        """(NUM_BINS + 1,): S at the lower edge of each bin, 0 beyond the budget. With nothing
+        finished yet every rollout is taken to be as long as the budget, as `capacity` does."""
+        counts = self.counts.copy()
+        counts[-1] += counts.sum() == 0
+        return counts[::-1].cumsum()[::-1] / counts.sum()
+
+
+# ---- the policies ----
+
+
+def num_to_start(policy: str, view: EngineView) -> int:
+    """How many rollouts this engine should claim now."""
+    policies = dict(static=static, static_groups=static, capacity=capacity, expected=expected)
+    if policy not in policies:
+        raise ValueError(f"scheduler policy {policy!r}: choose one of {', '.join(policies)}")
+    wanted = policies[policy](view)
+    if policy.startswith("static"):
+        return min(wanted, view.remaining)
+    if not view.running:
+        wanted = max(wanted, 1)  # a cache smaller than one budget must still make progress
+    fair = -(-view.remaining // view.num_engines)
+    return max(0, min(wanted, fair, view.max_seqs - len(view.running)))
+
+
+def static(view: EngineView) -> int:
+    return 0 if view.started else -(-view.total // view.num_engines)
+
+
+def capacity(view: EngineView) -> int:
+    return view.cache_tokens // view.max_tokens - len(view.running)
+
+
+def expected(view: EngineView, risk: float = 1.0) -> int:
+    """The largest n with  mean(k) + risk * deviation(k) + n * k * S(k) <= cache  for all k."""
+    survival = view.finished.survival()
+    bins = np.arange(NUM_BINS + 1)
+    width = view.max_tokens / NUM_BINS
+    at = np.array([tokens for _, tokens in view.running], dtype=float)[:, None]
+    at_bin = np.minimum(at // width, NUM_BINS).astype(int)
+    ahead = np.minimum(at_bin + bins, NUM_BINS)  # (running, k)
+    alive = survival[ahead] / np.maximum(survival[at_bin], 1e-9) * (at_bin + bins <= NUM_BINS)
+    tokens = at + bins * width
+    mean = (alive * tokens).sum(0)  # (k,)
+    deviation = np.sqrt((alive * (1 - alive) * tokens**2).sum(0))
+    room = view.cache_tokens - mean - risk * deviation
+    per_rollout = np.maximum(bins * width * survival, 1)
+    return int(max(0, (room / per_rollout)[1:].min()))
+
+
+# ---- the queue ----
+
+
+def queue_order(problem_ids, group_size: int, group_chunk: int, expected=None):
+    """Dealt order of a step's rollouts as (problem index, rollout index), the same on all ranks.
+
+    2 problems x 4, group_chunk 2 -> (0,0) (0,1) (1,0) (1,1) (0,2) (0,3) (1,2) (1,3)
+    expected: {problem id: length}; problems known to be long come first.
+    """
+    length = expected or {}
+    problems = sorted(range(len(problem_ids)), key=lambda p: -length.get(problem_ids[p], 0))
+    return [
+        (p, rollout)
+        for start in range(0, group_size, group_chunk)
+        for p in problems
+        for rollout in range(start, min(start + group_chunk, group_size))
+    ]
+
+
+class RolloutQueue:
+    """One step's queue: an order that all ranks know and one counter in torch.distributed's store
+    (a HashStore without torchrun). Use a new key for each step.
+
+    The counter exists as long as any engine still generates: the last one to close deletes it, so
+    that ranks can wait for each other by polling `finished()` instead of sitting in a collective.
+    """
+
+    def __init__(self, store, key: str, order, num_engines: int = 1):
+        self.store, self.key, self.order, self.num_engines = store, key, order, num_engines
+        store.add(key, 0)
+
+    def claim(self, n: int) -> list:
+        """The next n items; fewer at the end, none past it."""
+        end = self.store.add(self.key, n)
+        return self.order[end - n : end]
+
+    def remaining(self) -> int:
+        return max(0, len(self.order) - self.store.add(self.key, 0))
+
+    def close(self) -> None:
+        """This engine has finished all it claimed. It must not claim again."""
+        if self.store.add(self.key + "/closed", 1) == self.num_engines:
+            self.store.delete_key(self.key + "/closed")
+            self.store.delete_key(self.key)
+
+    def finished(self) -> bool:
+        return not self.store.check([self.key])
