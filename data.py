@@ -172,3 +172,75 @@ class Batch:
         wanted = self.loss_mask[1:].bool() & (self.positions[1:] > 0)
         targets[:-1] = torch.where(wanted, self.token_ids[1:], -1)
         return targets
+
+
+# ---- packing ----
+
+
+def pack(documents, weights=1.0, advantages=0.0, device="cpu") -> Batch:
+    """Trajectories or (token_ids, loss_mask) pairs, end to end in one Batch, without padding.
+
+    weights, advantages: one number a document, or one for all. A token's weight is that of its
+    document where it has loss: 1 / denominator for SFT, grpo_roc.loss_weights for RL.
+
+    >>> pack([([5, 6, 7], [0, 1, 1]), ([8, 9], [0, 1])], weights=0.5).token_weights.tolist()
+    [0.0, 0.5, 0.5, 0.0, 0.5]
+    """
+    documents = list(documents)
+    ids, masks, engine = zip(*map(_columns, documents))
+    lengths = torch.tensor([len(x) for x in ids])
+    flat = lambda rows, dtype: torch.tensor([x for row in rows for x in row], dtype=dtype)
+
+    def spread(values):  # (S,) or a number -> (T,)
+        per_document = torch.as_tensor(values, dtype=torch.float32).expand(len(documents))
+        return per_document.repeat_interleave(lengths)
+
+    loss_mask = flat(masks, torch.float32)
+    batch = Batch(
+        token_ids=flat(ids, torch.int64),
+        positions=torch.cat([torch.arange(n) for n in lengths.tolist()]),
+        cu_seqlens=torch.cat([torch.zeros(1), lengths.cumsum(0)]).to(torch.int32),
+        loss_mask=loss_mask,
+        engine_logprobs=flat(engine, torch.float32),
+        advantages=spread(advantages) * loss_mask,
+        token_weights=spread(weights) * loss_mask,
+    )
+    return Batch(**{k: v.to(device) for k, v in vars(batch).items()})
+
+
+def _columns(document):
+    if isinstance(document, Trajectory):
+        return document.token_ids, document.loss_mask, document.logprobs
+    token_ids, loss_mask = document
+    return token_ids, loss_mask, [0.0] * len(token_ids)
+
+
+def micro_batches(lengths: list[int], world: int, max_tokens: int) -> list[list[list[int]]]:
+    """Deals documents to ranks and cuts each share into micro-batches: [rank][micro] -> indices.
+
+    Every rank gets the same number of micro-batches, because a sharded model runs them together:
+    where documents run out a list is empty (run a document of weight 0). Longest first, each to the
+    rank with the fewest tokens, then first fit.
+    """
+    shares = [[] for _ in range(world)]
+    load = [0] * world
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        rank = load.index(min(load))
+        load[rank] += lengths[i]
+        shares[rank].append(i)
+    packed = [_first_fit(share, lengths, max_tokens) for share in shares]
+    count = max(map(len, packed))
+    return [bins + [[] for _ in range(count - len(bins))] for bins in packed]
+
+
+def _first_fit(indices, lengths, max_tokens):
+    """A document longer than max_tokens is a micro-batch of its own."""
+    bins, load = [], []
+    for i in indices:
+        b = next((b for b, n in enumerate(load) if n + lengths[i] <= max_tokens), len(bins))
+        if b == len(bins):
+            bins.append([])
+            load.append(0)
+        bins[b].append(i)
+        load[b] += lengths[i]
+    return bins
