@@ -7,12 +7,27 @@
 
 Facts are recorded when they happen; no field is later overwritten by a derived value. Tokens are
 the truth: text is decoded from them to be read, never encoded again.
+
+RL data (section 4.2) come from three sources: 17K of DAPO, 93K of OpenMathReasoning, 937 of Project
+Euler, 42K after filters that the paper names without code. RECIPE says which filter it applies to
+which source; near duplicates and leaked answers are ours. One source at a time, then all together:
+
+    python data.py filter --recipe openmath --samples samples.jsonl --eval aime.jsonl math500.jsonl \\
+        --out openmath.rl.jsonl OpenMathReasoning.jsonl
+    python data.py filter --recipe all --out rl.jsonl dapo.rl.jsonl openmath.rl.jsonl euler.rl.jsonl
+    python data.py show rl.jsonl
 """
 
 from __future__ import annotations
 
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -122,6 +137,8 @@ class Trajectory:
             num_model_tokens=self.num_model_tokens,
             num_calls=sum(c.status != "lost" for c in self.tool_calls),
             num_errors=sum(c.failed for c in self.tool_calls),
+            num_turns=self.num_turns,
+            answer=self.answer,
             tokens_sha=sha256(repr(self.token_ids).encode()).hexdigest(),
         )
 
@@ -141,6 +158,8 @@ class Summary:
     num_model_tokens: int
     num_calls: int
     num_errors: int
+    num_turns: int
+    answer: str | None
     tokens_sha: str  # sha256 of token_ids, for the digest of the step
 
 
@@ -244,3 +263,67 @@ def _first_fit(indices, lengths, max_tokens):
         bins[b].append(i)
         load[b] += lengths[i]
     return bins
+
+
+# ---- readers ----
+
+# Field names that data sets use, in the order of preference.
+QUESTION_FIELDS = ("question", "problem", "prompt", "Question", "Problem")
+ANSWER_FIELDS = ("answer", "expected_answer", "final_answer", "ground_truth", "Answer")
+# Instructions that data sets glue to the problem: they would count as overlap and as a marker.
+WRAPPERS = re.compile(
+    r"^\s*Solve the following math problem step by step\..*?on its own line.*?\n\s*"
+    r"|\s*Remember to put your answer on its own line after \"Answer:\"\.\s*$"
+    r"|\s*(Please |Let's )?(reason|think) step by step,? and (put|output) (your|the) final answer"
+    r" within \\boxed\{\}\.?\s*$",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+def read_problems(path) -> list[Problem]:
+    """All readable problems of a file; the rest is reported on stderr with line and cause."""
+    return list(iter_problems(path, Skipped()))
+
+
+class Skipped(Counter):
+    """Rows that could not be read, by cause; the first few are printed."""
+
+    def report(self, path, line, cause):
+        self[cause] += 1
+        if self.total() <= 5:
+            print(f"{path}:{line}: skipped, {cause}", file=sys.stderr)
+
+
+def iter_problems(path, skipped: Skipped, start: int = 0) -> Iterator[Problem]:
+    for line, row in iter_rows(path, start):
+        try:
+            yield to_problem(row, Path(path).stem, line)
+        except ValueError as e:
+            skipped.report(path, line, str(e))
+
+
+def iter_rows(path, start: int = 0) -> Iterator[tuple[int, object]]:
+    """(number, row) from 1 on, without the first `start`: JSON lines (whatever the file is called),
+    one JSON list, parquet. A line that is no JSON comes as the ValueError that says so."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not there: give a .jsonl, .json or .parquet file")
+    if path.suffix == ".parquet":
+        rows = _parquet_rows(path)
+    else:
+        with open(path, "rb") as f:
+            head = f.read(256).lstrip()
+        rows = json.loads(path.read_bytes()) if head.startswith(b"[") else _json_lines(path)
+    for line, row in enumerate(rows, 1):
+        if line > start:
+            yield line, row
+
+
+def _json_lines(path):
+    with open(path, "rb") as f:
+        for line in f:
+            if line.strip():
+                try:
+                    yield json.loads(line)
+                except ValueError as e:
+                    yield ValueError(f"not JSON: {e}")

@@ -1,0 +1,518 @@
+"""Rollout: the act of answering one problem in turns, with a tool (section 2.1, figures 2, 3).
+
+    prompt  [forced model (separator tool forced model)*]      kinds of segment in a trajectory
+
+    <|im_start|>system ... <|im_end|>\n<|im_start|>user ... <|im_end|>\n      prompt     mask 0
+    <|im_start|>assistant\n<reason>                                           forced     mask 0
+    I compute it.</reason>\n<tool_call>{...}</tool_call><|im_end|>            model      mask 1
+    \n                                                                        separator  mask 0
+    <|im_start|>user\n<tool_response>\n1512\n</tool_response><|im_end|>\n     tool       mask 0
+    <|im_start|>assistant\n<reason>                                           forced     mask 0
+    ...</reason>\n<answer>\boxed{1512}</answer><|im_end|>                     model      mask 1
+
+Token in, token out: what the engine sampled and what the tool answered is appended as ids; nothing
+is decoded and encoded again. Text is decoded only to look for calls and for the answer.
+
+After each turn closed <tool_call> blocks are looked for. None: the rollout stops. Else each is
+run in the sandbox, and all responses go back in one user message. It ends too at `max_turns`, when
+`max_tokens` (prompt, tool output and all) is spent, or at a wall-clock limit. One loop drives all
+rollouts of an engine: while some wait for their tools the engine decodes the others, and finished
+ones make room for more from the queue (scheduler.py).
+
+What a model does wrong is data, never an exception: a block that is not JSON, an unknown tool, a
+missing argument are `malformed`, calls beyond `max_calls` in a turn are `refused`; the text of the
+error is the response, and both count in Eq. 4. A call cut off by the token limit never runs, nor
+does one of the last turn, whose response nobody would read (ours; the paper is silent).
+
+    python rollout.py --run runs/toy "What is 37 * 41 - 5?"     talk to what was just trained
+    python rollout.py --model DIR "..."                         to any Qwen folder
+
+Not here: which trajectories are kept (grpo_roc.py), what runs next in the engine (its step plan).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import select
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from pathlib import Path
+
+from data import Problem, ToolCall, Trajectory
+from kvcache_engine import Engine
+from reward import extract_answer, integer_verdict
+from scheduler import EngineView, Lengths, RolloutQueue, num_to_start
+from tokenizer import (
+    PYTHON_TOOL,
+    SYSTEM_TEXT,
+    USER_TEMPLATE,
+    Tokenizer,
+    render_forced_prefix,
+    render_prompt,
+    render_separator,
+    render_tool_responses,
+    tool_response_text,
+)
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    max_turns: int = 10  # T, assistant turns
+    max_tokens: int = 8192  # budget of the whole trajectory: prompt and tool output count
+    temperature: float = 1.0
+    top_p: float = 1.0  # below 1 only for evaluation: the log-probabilities would not be the
+    policy's tool_seconds: float = 4.0  # CPU seconds of a call check_seconds: float = 4.0  # CPU
+    seconds of an answer check wall_seconds: float = 1200.0  # a rollout older than this is cut and
+    counted max_calls: int = 8  # tool calls a turn max_tool_chars: int = 4096  # of a response;
+    the middle is cut traceback_lines: int | None = None  # None: the whole traceback policy: str =
+    "expected"  # scheduler: static | static_groups | capacity | expected system_text: str =
+    SYSTEM_TEXT user_template: str = USER_TEMPLATE show_tools: bool = True  # the tool signature in
+    the prompt (the toy leaves it out)
+
+
+# ---- tools: a second one is a second entry ----
+
+
+def run_python(box, arguments: dict, seconds: float):
+    return box.submit(arguments["code"], arguments.get("input", ""), seconds=seconds)
+
+
+TOOLS = {PYTHON_TOOL["function"]["name"]: (PYTHON_TOOL, run_python)}  # name -> signature, how
+
+
+@dataclass
+class ParsedCall:
+    name: str
+    arguments: dict
+    raw: str
+    error: str = ""  # not empty: the call cannot run, and this is its response
+
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+def parse_tool_calls(text: str) -> list[ParsedCall]:
+    """The closed call blocks of a turn, in order.
+
+    '<tool_call>{"name": "f", "arguments": {}}</tool_call>' -> one call
+    A `</tool_call>` inside a JSON string does not end the block; a block that is never closed is no
+    call. A block whose JSON is broken ends at its first `</tool_call>` and carries the error.
+    """
+    calls, at = [], text.find(OPEN)
+    while at >= 0:
+        start = at + len(OPEN)
+        call, end = parse_block(text, start)
+        if end < 0:
+            break
+        calls.append(call)
+        at = text.find(OPEN, end)
+    return calls
+
+
+def parse_block(text: str, start: int) -> tuple[ParsedCall | None, int]:
+    """(call, index after its closing tag); index -1: not closed."""
+    body = start + len(text[start:]) - len(text[start:].lstrip())
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, body)
+        close = text.find(CLOSE, end)
+        if close >= 0 and text[end:close].strip():
+            raise ValueError(f"unexpected text after the JSON object: {text[end:close][:40]!r}")
+        error = check_call(value)
+    except (ValueError, RecursionError) as e:  # JSONDecodeError is a ValueError
+        close = text.find(CLOSE, start)
+        value, error = None, f"{type(e).__name__}: {e}"
+        if isinstance(e, json.JSONDecodeError):
+            error = f"JSONDecodeError: {e.msg} at character {e.pos - body} of the call"
+    if close < 0:
+        return None, -1
+    raw = text[start:close].strip()
+    if error:
+        name = value.get("name") if isinstance(value, dict) else None
+        call = ParsedCall(name if isinstance(name, str) else "", {}, raw, error)
+    else:
+        call = ParsedCall(value["name"], value["arguments"], raw)
+    return call, close + len(CLOSE)
+
+
+def check_call(value) -> str:
+    """'' or what is wrong with a decoded call, by the tool's own signature."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return "ValueError: a tool call is a JSON object with a name and arguments"
+    if value["name"] not in TOOLS:
+        return f"NameError: no tool is named {value['name']!r}; there is: {', '.join(TOOLS)}"
+    arguments = value.get("arguments")
+    if not isinstance(arguments, dict):
+        return "TypeError: arguments must be a JSON object"
+    parameters = TOOLS[value["name"]][0]["function"]["parameters"]
+    for name in parameters.get("required", ()):
+        if name not in arguments:
+            return f"TypeError: the argument {name!r} is missing"
+    for name, argument in arguments.items():
+        kind = parameters["properties"].get(name, {}).get("type")
+        if kind is None:
+            return f"TypeError: there is no argument {name!r}"
+        if kind == "string" and not isinstance(argument, str):
+            return f"TypeError: the argument {name!r} must be a string"
+    return ""
+
+
+# ---- the loop ----
+
+
+@dataclass
+class Running:
+    """A rollout in flight: its trajectory and what it waits for."""
+
+    trajectory: Trajectory
+    started: float
+    calls: list[ToolCall] = field(default_factory=list)  # of the turn whose answers are awaited
+    waiting: dict = field(default_factory=dict)  # handle -> index into calls
+    check: object = None  # handle of the answer check
+
+
+@dataclass
+class RolloutStats:
+    """Seconds and counts of one phase on one engine (metrics of the step)."""
+
+    seconds: float = 0.0
+    engine_seconds: float = 0.0  # decoding or prefilling
+    tool_wait_seconds: float = 0.0  # nothing to decode, all wait for tools or checks
+    idle_end_seconds: float = 0.0  # from this engine's last rollout to the end of the phase
+    last_trajectory_seconds: float = 0.0
+    tool_calls: int = 0
+    checks: int = 0
+    checks_failed: int = 0  # a check that crashed or hung: reward 0, counted
+    lost_calls: int = 0
+    wall_cut: int = 0
+
+
+def rollout(
+    engine: Engine,
+    box,
+    tok: Tokenizer,
+    queue,
+    problems: list[Problem],
+    cfg: RolloutConfig,
+    *,
+    seed: int,
+    step: int,
+    policy_version: int = 0,
+    lengths: Lengths | None = None,
+    progress: Callable[[Trajectory], None] | None = None,
+    watch: Callable[[Trajectory, list[int]], None] | None = None,
+) -> tuple[list[Trajectory], RolloutStats]:
+    """Runs what this engine claims from the queue to the end; trajectories sorted by (problem, i).
+
+    queue: RolloutQueue of (problem index, rollout index), shared by all engines
+    box: Sandbox or SandboxClient; lengths: of earlier trajectories of this run, grown here;
+    progress(trajectory) is called as each ends; watch(trajectory, ids of the turn in progress)
+    after every engine step, to look on live. Returns when all engines are done with the queue.
+    """
+    loop = Loop(engine, box, tok, cfg, seed, step, policy_version, progress)
+    lengths = lengths or Lengths(cfg.max_tokens)
+    begin, remaining, stale = time.monotonic(), queue.remaining(), True
+    while remaining or loop.running:
+        if remaining and stale:
+            view = engine_view(engine, loop, cfg, lengths, queue, remaining)
+            for problem_index, rollout_index in queue.claim(num_to_start(cfg.policy, view)):
+                loop.start(problems[problem_index], rollout_index)
+            remaining = queue.remaining()
+        num_finished = len(loop.finished)
+        loop.advance()
+        if watch:
+            for seq_id, run in loop.running.items():
+                watch(run.trajectory, engine.generated(seq_id))
+        for t in loop.finished[num_finished:]:
+            lengths.add(t.problem.id, len(t.token_ids))
+        stale = len(loop.finished) > num_finished or not loop.running
+    queue.close()
+    loop.stats.seconds = time.monotonic() - begin
+    while not queue.finished():  # the other engines: in the store, not in a collective
+        time.sleep(0.005)
+    loop.stats.idle_end_seconds = time.monotonic() - begin - loop.stats.seconds
+    order = {p.id: i for i, p in enumerate(problems)}
+    loop.finished.sort(key=lambda t: (order[t.problem.id], t.rollout))
+    return loop.finished, loop.stats
+
+
+def engine_view(engine, loop, cfg, lengths, queue, remaining) -> EngineView:
+    """What a scheduler policy may see: engine numbers, tokens so far, lengths of finished ones."""
+    capacity, runs = engine.capacity(), [r.trajectory for r in loop.running.values()]
+    return EngineView(
+        num_engines=queue.num_engines,
+        total=len(queue.order),
+        remaining=remaining,
+        started=loop.next_id,
+        cache_tokens=capacity.num_blocks * capacity.block_size,
+        max_tokens=cfg.max_tokens,
+        max_seqs=engine.max_num_seqs,
+        running=[(t.problem.id, len(t.token_ids)) for t in runs],
+        finished=lengths,
+    )
+
+
+class Loop:
+    """All rollouts in flight on one engine: advance() decodes a step, hands out calls, takes
+    answers, and scores what has ended."""
+
+    def __init__(self, engine, box, tok, cfg, seed, step, policy_version, progress):
+        self.engine, self.box, self.tok, self.cfg = engine, box, tok, cfg
+        self.seed, self.step, self.policy_version = seed, step, policy_version
+        self.progress = progress
+        self.running: dict[int, Running] = {}  # by seq_id
+        self.owner: dict = {}  # handle -> seq_id
+        self.finished: list[Trajectory] = []
+        self.stats = RolloutStats()
+        self.next_id = 0
+        self.begin = time.monotonic()
+        self.forced = render_forced_prefix(tok)
+        self.separator = render_separator(tok)
+        self.prompts: dict[str, list[int]] = {}
+
+    def start(self, problem: Problem, rollout_index: int) -> None:
+        cfg, seq_id = self.cfg, self.next_id
+        self.next_id += 1
+        if problem.id not in self.prompts:
+            question = cfg.user_template.replace("{question}", problem.question)
+            tools = [signature for signature, _ in TOOLS.values()] if cfg.show_tools else ()
+            self.prompts[problem.id] = render_prompt(self.tok, question, cfg.system_text, tools)
+        t = Trajectory(problem, rollout_index, self.step, policy_version=self.policy_version)
+        t.append(self.prompts[problem.id], "prompt")
+        t.append(self.forced, "forced")
+        t.num_prompt_tokens = len(self.prompts[problem.id])
+        self.running[seq_id] = Running(t, time.monotonic())
+        room = cfg.max_tokens - len(t.token_ids)
+        if room < 1:  # the prompt alone is over the budget: truncated, whatever the model would say
+            self.end(seq_id, "length")
+            return
+        self.engine.add(
+            seq_id,
+            t.token_ids,
+            max_new_tokens=room,
+            noise_key=noise_key(self.seed, self.step, problem.id, rollout_index),
+            stop_ids=(self.tok.im_end,),
+            temperature=cfg.temperature,
+            top_p=cfg.top_p,
+        )
+
+    def advance(self) -> None:
+        if self.engine.has_runnable():
+            at = time.monotonic()
+            turns = self.engine.step()
+            self.stats.engine_seconds += time.monotonic() - at
+            for turn in turns:
+                self.end_of_turn(turn)
+        elif self.owner:  # nothing to decode: sleep until an answer comes, or to look at the clock
+            at = time.monotonic()
+            select.select([self.box.fileno()], [], [], 0.5)
+            self.stats.tool_wait_seconds += time.monotonic() - at
+        if self.owner:
+            for handle in self.box.ready():
+                self.answered(handle)
+        self.cut_overdue()
+
+    def end_of_turn(self, turn) -> None:
+        run, cfg = self.running[turn.seq_id], self.cfg
+        t = run.trajectory
+        t.append(turn.token_ids, "model", turn.logprobs, turn.entropies)
+        t.num_turns += 1
+        text = self.tok.decode(turn.token_ids)
+        t.num_answer_tags += text.count("<answer>")
+        if turn.stop_reason == "length":
+            return self.end(turn.seq_id, "length")
+        calls = parse_tool_calls(text)
+        if not calls:
+            return self.end(turn.seq_id, "stopped")
+        if t.num_turns >= cfg.max_turns:
+            return self.end(turn.seq_id, "turns")
+        run.calls = [self.hand_out(turn.seq_id, i, call) for i, call in enumerate(calls)]
+        if not run.waiting:
+            self.respond(turn.seq_id)
+
+    def hand_out(self, seq_id: int, index: int, call: ParsedCall) -> ToolCall:
+        """Submits a call, or answers it at once if it cannot run."""
+        run = self.running[seq_id]
+        record = ToolCall(run.trajectory.num_turns - 1, call.name, call.raw, "", "malformed")
+        self.stats.tool_calls += 1
+        if index >= self.cfg.max_calls:
+            record.status = "refused"
+            record.stderr = f"RuntimeError: at most {self.cfg.max_calls} tool calls in a turn"
+        elif call.error:
+            record.stderr = call.error
+        else:
+            record.code, record.input = call.arguments["code"], call.arguments.get("input", "")
+            record.status = "lost"  # until the sandbox has answered
+            handle = TOOLS[call.name][1](self.box, call.arguments, self.cfg.tool_seconds)
+            run.waiting[handle] = index
+            self.owner[handle] = seq_id
+        return record
+
+    def answered(self, handle) -> None:
+        """A tool call or an answer check came back; what a cut rollout asked for is dropped."""
+        result = self.box.result(handle)
+        seq_id = self.owner.pop(handle, None)
+        if seq_id not in self.running:
+            return
+        run = self.running[seq_id]
+        if handle == run.check:
+            self.stats.checks_failed += result.status != "ok"
+            return self.score(seq_id, result.status == "ok" and result.stdout.strip() == "1")
+        call = run.calls[run.waiting.pop(handle)]
+        call.status, call.stdout, call.stderr = result.status, result.stdout, result.stderr
+        call.seconds = result.cpu_seconds
+        self.stats.lost_calls += call.status == "lost"
+        if not run.waiting:
+            self.respond(seq_id)
+
+    def respond(self, seq_id: int) -> None:
+        """All calls of the turn are answered: append the responses, go on with the next turn."""
+        run, cfg = self.running[seq_id], self.cfg
+        t = run.trajectory
+        t.tool_calls += run.calls
+        texts = [tool_response_text(c, cfg.traceback_lines, cfg.max_tool_chars) for c in run.calls]
+        response = render_tool_responses(self.tok, texts)
+        run.calls = []
+        new_ids = self.separator + response + self.forced
+        room = cfg.max_tokens - len(t.token_ids) - len(new_ids)
+        if room < 1:  # a response that does not fit is not appended
+            return self.end(seq_id, "length")
+        t.append(self.separator, "separator")
+        t.append(response, "tool")
+        t.append(self.forced, "forced")
+        self.engine.extend(seq_id, new_ids, max_new_tokens=room)
+
+    def end(self, seq_id: int, stop_reason: str) -> None:
+        """Frees the engine's blocks and scores: truncated means 0, whatever it contains."""
+        run = self.running[seq_id]
+        t = run.trajectory
+        t.stop_reason = stop_reason
+        if t.num_turns or stop_reason == "wall":
+            self.engine.abort(seq_id)
+        wrote = [self.tok.decode(t.token_ids[a:b]) for a, b, kind in t.segments if kind == "model"]
+        t.answer = extract_answer("\n".join(wrote))
+        if stop_reason in ("length", "wall") or t.answer is None:
+            return self.score(seq_id, False)
+        verdict = integer_verdict(t.answer, t.problem.answer)
+        self.stats.checks += 1
+        if verdict is not None:
+            return self.score(seq_id, verdict)
+        handle = self.box.submit_check(t.answer, t.problem.answer, seconds=self.cfg.check_seconds)
+        run.check = handle
+        self.owner[handle] = seq_id
+
+    def score(self, seq_id: int, correct: bool) -> None:
+        t = self.running.pop(seq_id).trajectory
+        t.reward = float(correct)
+        self.stats.last_trajectory_seconds = time.monotonic() - self.begin
+        self.finished.append(t)
+        if self.progress:
+            self.progress(t)
+
+    def cut_overdue(self) -> None:
+        """The clock of the wall limit, for rollouts and for the tools they wait for."""
+        limit = time.monotonic() - self.cfg.wall_seconds
+        for seq_id in [s for s, r in self.running.items() if r.started < limit]:
+            run = self.running[seq_id]
+            self.stats.wall_cut += 1
+            if run.check is not None:  # the rollout has ended, its check has not: counts as wrong
+                self.stats.checks_failed += 1
+                self.score(seq_id, False)
+                continue
+            run.trajectory.tool_calls += run.calls  # without an answer: status lost
+            self.end(seq_id, "wall")
+
+
+def noise_key(seed: int, step: int, problem_id: str, rollout_index: int) -> int:
+    """63 bits from which the engine draws all noise of one rollout (with the token's position)."""
+    digest = sha256(f"{seed}/{step}/{problem_id}/{rollout_index}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+# ---- talk to a model ----
+
+COLOURS = {"prompt": "2", "forced": "90", "model": "32", "separator": "0", "tool": "36"}
+
+
+def live_printer(tok: Tokenizer, colour: bool):
+    """A `watch` that prints each token once, as it comes, in the colour of who wrote it."""
+    stream, printed = tok.stream(), 0
+
+    def watch(t: Trajectory, generated: list[int]) -> None:
+        nonlocal printed
+        kinds = [kind for start, end, kind in t.segments for _ in range(start, end)]
+        ids = t.token_ids + generated
+        for i in range(printed, len(ids)):
+            kind = kinds[i] if i < len(kinds) else "model"
+            text = stream.push(ids[i])
+            print(f"\033[{COLOURS[kind]}m{text}\033[0m" if colour else text, end="", flush=True)
+        printed = len(ids)
+
+    return watch
+
+
+def settings_of_run(run: Path) -> tuple[Path, RolloutConfig]:
+    """(model folder, rollout settings) of a finished, or at least begun, training run."""
+    config = run / "config.json"
+    if not config.is_file():
+        raise FileNotFoundError(f"{run} holds no config.json: it is not a run folder of train.py")
+    for name in ("model", "sft"):
+        if (run / name / "config.json").is_file():
+            saved = json.loads(config.read_text())["evaluation"]
+            return run / name, RolloutConfig(**saved)
+    raise FileNotFoundError(f"{run} has no trained model yet: let train.py reach the end of SFT")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Print one rollout live, coloured by who wrote it")
+    parser.add_argument("problem", help="the question")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--run", type=Path, help="a run folder of train.py")
+    where.add_argument("--model", type=Path, help="a Qwen3 or Qwen2.5 folder")
+    parser.add_argument("--answer", default="", help="the label, to be scored against")
+    parser.add_argument("--seed", type=int, default=0, help="another seed, another rollout")
+    parser.add_argument("--temperature", type=float, help="0: greedy")
+    parser.add_argument("--max-tokens", type=int, help="budget of the whole trajectory")
+    parser.add_argument("--colour", action=argparse.BooleanOptionalAction, help="default: a terminal")
+    parser.add_argument("--device", default=None, help="cpu or cuda; default: what is there")
+    args = parser.parse_args()
+
+    import torch
+    import torch.distributed as dist
+
+    from kvcache_engine import engine_from_folder
+    from sandbox import Sandbox
+
+    torch.set_num_threads(1)
+    try:
+        folder, cfg = (
+            settings_of_run(args.run) if args.run else (args.model, RolloutConfig(max_turns=30))
+        )
+        given = {"temperature": args.temperature, "max_tokens": args.max_tokens}
+        cfg = replace(cfg, **{k: v for k, v in given.items() if v is not None})
+        tok = Tokenizer.from_file(folder / "tokenizer.json")
+        engine = engine_from_folder(folder, cache_tokens=cfg.max_tokens, device=args.device)
+    except (OSError, ValueError) as e:
+        sys.exit(f"rollout.py: {e}")
+    colour = sys.stdout.isatty() if args.colour is None else args.colour
+    problem = Problem("asked", args.problem, args.answer, "command line")
+    watch = live_printer(tok, colour)
+    queue = RolloutQueue(dist.HashStore(), "rollout", [(0, 0)])
+    with Sandbox(workers=1) as box:
+        (t,), _ = rollout(
+            engine, box, tok, queue, [problem], cfg,
+            seed=args.seed, step=0, watch=watch,
+        )  # fmt: skip
+    watch(t, [])
+    calls = ", ".join(f"{c.status} ({c.seconds:.2f} s)" for c in t.tool_calls) or "none"
+    print(f"\n\nended: {t.stop_reason}   turns: {t.num_turns}   tool calls: {calls}")
+    print(f"tokens: {len(t.token_ids)}, of them {t.num_model_tokens} by the model")
+    verdict = f", label {args.answer}: {'right' if t.reward else 'wrong'}" if args.answer else ""
+    print(f"answer: {t.answer}{verdict}")
+
+
+if __name__ == "__main__":
+    main()
