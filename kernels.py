@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 KEY_MULTIPLE = 64  # reference attention: key lengths are rounded up to this
+GATHER_CHUNK = 4096  # reference decode: keys gathered at a time, to stay in the CPU cache
 LOGITS_CHUNK = 1 << 22  # reference token_logprobs: at most this many logits exist at once
 
 
@@ -173,6 +174,10 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
 # ---- paged attention ---------------------------------------------------------------------------
 
 
+def _key_len(context_len):
+    return (context_len + KEY_MULTIPLE - 1) // KEY_MULTIPLE * KEY_MULTIPLE
+
+
 def _gather(cache, block_tables, key_len):
     """cache (N, block, K, D) -> (B, K, key_len, D), the first key_len slots of each block table.
 
@@ -180,8 +185,9 @@ def _gather(cache, block_tables, key_len):
     """
     N, block, K, D = cache.shape
     num_blocks = -(-key_len // block)
-    tables = block_tables[:, :num_blocks]
-    tables = F.pad(tables, (0, num_blocks - tables.shape[1])).clamp(min=0)
+    tables = block_tables[:, :num_blocks].clamp(min=0)
+    if tables.shape[1] < num_blocks:
+        tables = F.pad(tables, (0, num_blocks - tables.shape[1]))
     rows = cache.view(N, -1).index_select(0, tables.flatten())
     return rows.view(len(tables), num_blocks * block, K, D)[:, :key_len].transpose(1, 2)
 
@@ -202,14 +208,15 @@ def _attend_rows(q, keys, values, context_lens, scale):
 def paged_decode_attention_reference(q, k_cache, v_cache, block_tables, context_lens, scale):
     """softmax(scale q K^T) V over the context; rows of one rounded key length go together."""
     out = torch.zeros_like(q)
-    key_lens = (context_lens + KEY_MULTIPLE - 1) // KEY_MULTIPLE * KEY_MULTIPLE
+    key_lens = _key_len(context_lens)
     for key_len in key_lens.unique().tolist():
         if key_len == 0:
             continue
-        rows = (key_lens == key_len).nonzero().flatten()
-        keys = _gather(k_cache, block_tables[rows], key_len)
-        values = _gather(v_cache, block_tables[rows], key_len)
-        out[rows] = _attend_rows(q[rows], keys, values, context_lens[rows], scale)
+        members = (key_lens == key_len).nonzero().flatten()
+        for rows in members.split(max(1, GATHER_CHUNK // key_len)):
+            keys = _gather(k_cache, block_tables[rows], key_len)
+            values = _gather(v_cache, block_tables[rows], key_len)
+            out[rows] = _attend_rows(q[rows], keys, values, context_lens[rows], scale)
     return out
 
 
@@ -223,7 +230,7 @@ def paged_prefill_attention_reference(
         start, end = starts[s], starts[s + 1]
         first = context_len - (end - start)  # tokens of the context that came before this chunk
         while start < end:  # one stretch of queries for each rounded key length
-            key_len = (first // KEY_MULTIPLE + 1) * KEY_MULTIPLE
+            key_len = _key_len(first + 1)
             n = min(key_len - first, end - start)
             lens = torch.arange(first + 1, first + n + 1, device=q.device)
             keys = _gather(k_cache, block_tables[s : s + 1], key_len).expand(n, -1, -1, -1)
@@ -300,7 +307,8 @@ def _top_p(logits, top_p):
     """-inf outside the smallest set of likeliest tokens with mass top_p (ties at its border stay).
     """
     ordered, _ = logits.sort(-1, descending=True)
-    before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # mass of the likelier tokens
+    p = ordered.softmax(-1)
+    before = p.cumsum(-1) - p  # the mass of all likelier tokens
     border = ordered.masked_fill(before >= top_p[:, None], torch.inf).amin(-1, keepdim=True)
     return logits.masked_fill(logits < border, -torch.inf)
 
