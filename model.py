@@ -64,14 +64,15 @@ class Model(nn.Module):
         With targets (T,), -1 = no loss here: (logprobs, entropies), both (T,) fp32, of the next
         token's distribution at this temperature; 0 where the target is -1.
         """
+        rows = None if targets is None else (targets >= 0).nonzero()[:, 0]  # (R,)
         hidden, residual = self.embed_tokens(token_ids), None  # (T, C)
         for block in self.layers:
-            hidden, residual = block(hidden, residual, positions, attend)
-        hidden, _ = self.norm(hidden, residual)
+            wanted = rows if block is self.layers[-1] else None
+            hidden, residual = block(hidden, residual, positions, attend, wanted)
+        hidden, _ = self.norm(hidden, residual)  # (T, C), or (R, C) with targets
         if targets is None:
             return hidden
-        rows = (targets >= 0).nonzero()[:, 0]  # most tokens are not the model's: no head for them
-        values = token_logprobs(hidden[rows], self.head_weight(), targets[rows], temperature)
+        values = token_logprobs(hidden, self.head_weight(), targets[rows], temperature)
         zeros = torch.zeros(len(targets), device=hidden.device)
         return tuple(zeros.index_copy(0, rows, value) for value in values)
 
@@ -86,7 +87,11 @@ class Model(nn.Module):
 
 class Block(nn.Module):
     """One layer. The residual travels beside the hidden state, so that every addition is fused with
-    the norm that follows it, in this block or in the next."""
+    the norm that follows it, in this block or in the next.
+
+    rows (R,), for the last block only: the tokens whose output is wanted. Keys and values are made
+    of all tokens, what comes after attention of these alone (less than half, with tool output).
+    """
 
     recompute = False  # set on blocks from outside: activations are made again in the backward
 
@@ -97,16 +102,17 @@ class Block(nn.Module):
         self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
         self.mlp = Mlp(config)
 
-    def forward(self, hidden, residual, positions, attend):
+    def forward(self, hidden, residual, positions, attend, rows=None):
+        inputs = hidden, residual, positions, attend, rows
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(
-                self.compute, hidden, residual, positions, attend, use_reentrant=False
-            )
-        return self.compute(hidden, residual, positions, attend)
+            return checkpoint(self.compute, *inputs, use_reentrant=False)
+        return self.compute(*inputs)
 
-    def compute(self, hidden, residual, positions, attend):
+    def compute(self, hidden, residual, positions, attend, rows):
         hidden, residual = self.input_layernorm(hidden, residual)
-        hidden = self.self_attn(hidden, positions, attend)
+        hidden = self.self_attn(hidden, positions, attend, rows)
+        if rows is not None:
+            residual = residual.index_select(0, rows)
         hidden, residual = self.post_attention_layernorm(hidden, residual)
         return self.mlp(hidden), residual
 
@@ -120,20 +126,20 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
-        self.qk_norm = config.qk_norm
-        if self.qk_norm:
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
             self.q_norm = Norm(config.head_dim, config.rms_norm_eps)
             self.k_norm = Norm(config.head_dim, config.rms_norm_eps)
 
-    def forward(self, x, positions, attend):
+    def forward(self, x, positions, attend, rows=None):
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # (T, H, D)
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # (T, K, D)
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # (T, K, D)
-        if self.qk_norm:
-            q, k = self.q_norm(q)[0], self.k_norm(k)[0]
         inv_freq = inverse_frequencies(self.head_dim, self.rope_theta, x.device)
-        q, k = rotary(q, k, positions, inv_freq)
-        return self.o_proj(attend(self.layer, q, k, v).flatten(1))
+        norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps) if self.q_norm else ()
+        q, k = rotary(q, k, positions, inv_freq, *norms)
+        out = attend(self.layer, q, k, v).flatten(1)  # (T, H * D)
+        return self.o_proj(out if rows is None else out.index_select(0, rows))
 
 
 class Mlp(nn.Module):
