@@ -29,7 +29,6 @@ import os
 import shutil
 import signal
 import sys
-import types
 import typing
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -345,11 +344,11 @@ def open_run(folder: Path, config: dict, fresh: bool = False, free: tuple = ()) 
 # ---- command line ----
 
 
-def parse_config(cls, argv=None, presets: dict | None = None, description: str = ""):
+def parse_config(cls, argv=None, base=None, choices=(), description: str = ""):
     """(cls instance, names of the flags given): one flag a field of the dataclass `cls`.
 
-    Precedence: default < preset < flag. --help prints the class: its comments are the
-    documentation. A wrong flag or value ends with one line and status 2.
+    Precedence: default < base(flags given) < flag. --help prints the class: its comments are the
+    documentation. A wrong flag, value or preset (none of `choices`) ends with a line and status 2.
     """
     parser = argparse.ArgumentParser(
         description=f"{description}\n\n{inspect.getsource(cls)}",
@@ -359,21 +358,14 @@ def parse_config(cls, argv=None, presets: dict | None = None, description: str =
     )
     hints = typing.get_type_hints(cls)
     for f in fields(cls):
-        kind = hints[f.name]
-        if typing.get_origin(kind) in (typing.Union, types.UnionType):
-            kind = next(k for k in typing.get_args(kind) if k is not type(None))
-        flag = "--" + f.name.replace("_", "-")
+        flag, kind = "--" + f.name.replace("_", "-"), hints[f.name]
         how = dict(action=argparse.BooleanOptionalAction) if kind is bool else dict(type=kind)
         parser.add_argument(flag, dest=f.name, default=None, help=argparse.SUPPRESS, **how)
     given = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None}
-    base = {}
-    if presets is not None:
-        name = given.get("preset", next(f.default for f in fields(cls) if f.name == "preset"))
-        if name not in presets:
-            parser.error(f"unknown preset {name!r}: choose one of {', '.join(presets)}")
-        base = presets[name]
+    if given.get("preset", next(iter(choices), None)) not in (*choices, None):
+        parser.error(f"unknown preset {given['preset']!r}: choose one of {', '.join(choices)}")
     try:
-        return cls(**{**base, **given}), set(given)
+        return cls(**{**(base(given) if base else {}), **given}), set(given)
     except ValueError as e:
         parser.error(str(e))
 

@@ -64,14 +64,17 @@ class RolloutConfig:
     max_turns: int = 10  # T, assistant turns
     max_tokens: int = 8192  # budget of the whole trajectory: prompt and tool output count
     temperature: float = 1.0
-    top_p: float = 1.0  # below 1 only for evaluation: the log-probabilities would not be the
-    policy's tool_seconds: float = 4.0  # CPU seconds of a call check_seconds: float = 4.0  # CPU
-    seconds of an answer check wall_seconds: float = 1200.0  # a rollout older than this is cut and
-    counted max_calls: int = 8  # tool calls a turn max_tool_chars: int = 4096  # of a response;
-    the middle is cut traceback_lines: int | None = None  # None: the whole traceback policy: str =
-    "expected"  # scheduler: static | static_groups | capacity | expected system_text: str =
-    SYSTEM_TEXT user_template: str = USER_TEMPLATE show_tools: bool = True  # the tool signature in
-    the prompt (the toy leaves it out)
+    top_p: float = 1.0  # below 1 only for evaluation: log-probabilities would not be the policy's
+    tool_seconds: float = 4.0  # CPU seconds of a call
+    check_seconds: float = 4.0  # CPU seconds of an answer check
+    wall_seconds: float = 1200.0  # a rollout older than this is cut and counted
+    max_calls: int = 8  # tool calls a turn
+    max_tool_chars: int = 4096  # of a response; the middle is cut
+    traceback_lines: int | None = None  # None: the whole traceback
+    policy: str = "expected"  # scheduler: static | static_groups | capacity | expected
+    system_text: str = SYSTEM_TEXT
+    user_template: str = USER_TEMPLATE
+    show_tools: bool = True  # the tool signature in the prompt (the toy leaves it out)
 
 
 # ---- tools: a second one is a second entry ----
@@ -117,24 +120,22 @@ def parse_block(text: str, start: int) -> tuple[ParsedCall | None, int]:
     """(call, index after its closing tag); index -1: not closed."""
     body = start + len(text[start:]) - len(text[start:].lstrip())
     try:
-        value, end = json.JSONDecoder().raw_decode(text, body)
-        close = text.find(CLOSE, end)
-        if close >= 0 and text[end:close].strip():
-            raise ValueError(f"unexpected text after the JSON object: {text[end:close][:40]!r}")
-        error = check_call(value)
-    except (ValueError, RecursionError) as e:  # JSONDecodeError is a ValueError
-        close = text.find(CLOSE, start)
-        value, error = None, f"{type(e).__name__}: {e}"
-        if isinstance(e, json.JSONDecodeError):
-            error = f"JSONDecodeError: {e.msg} at character {e.pos - body} of the call"
+        end = json.JSONDecoder().raw_decode(text, body)[1]
+    except (ValueError, RecursionError):
+        end = start
+    close = text.find(CLOSE, end)
     if close < 0:
         return None, -1
     raw = text[start:close].strip()
-    if error:
-        name = value.get("name") if isinstance(value, dict) else None
-        call = ParsedCall(name if isinstance(name, str) else "", {}, raw, error)
-    else:
-        call = ParsedCall(value["name"], value["arguments"], raw)
+    try:
+        value = json.loads(raw)
+        error = check_call(value)
+    except (ValueError, RecursionError) as e:  # not JSON, an integer or a nesting beyond Python's
+        value, error = None, str(e)
+    if not error:
+        return ParsedCall(value["name"], value["arguments"], raw), close + len(CLOSE)
+    name = value.get("name") if isinstance(value, dict) else None
+    call = ParsedCall(name if isinstance(name, str) else "", {}, raw, error)
     return call, close + len(CLOSE)
 
 
@@ -277,8 +278,8 @@ class Loop:
         cfg, seq_id = self.cfg, self.next_id
         self.next_id += 1
         if problem.id not in self.prompts:
-            question = cfg.user_template.replace("{question}", problem.question)
             tools = [signature for signature, _ in TOOLS.values()] if cfg.show_tools else ()
+            question = cfg.user_template.replace("{question}", problem.question)
             self.prompts[problem.id] = render_prompt(self.tok, question, cfg.system_text, tools)
         t = Trajectory(problem, rollout_index, self.step, policy_version=self.policy_version)
         t.append(self.prompts[problem.id], "prompt")
@@ -475,8 +476,8 @@ def main() -> None:
     parser.add_argument("--answer", default="", help="the label, to be scored against")
     parser.add_argument("--seed", type=int, default=0, help="another seed, another rollout")
     parser.add_argument("--temperature", type=float, help="0: greedy")
-    parser.add_argument("--max-tokens", type=int, help="budget of the whole trajectory")
-    parser.add_argument("--colour", action=argparse.BooleanOptionalAction, help="default: a terminal")
+    parser.add_argument("--max-tokens", type=int, help="budget of the trajectory")
+    parser.add_argument("--colour", action=argparse.BooleanOptionalAction)
     parser.add_argument("--device", default=None, help="cpu or cuda; default: what is there")
     args = parser.parse_args()
 

@@ -1,0 +1,922 @@
+"""Training: SFT, then GRPO-RoC in stages (paper sections 4.1, 4.3), from nothing on a CPU or from
+a Qwen folder on GPUs.
+
+    python train.py                                              one process, preset toy
+    torchrun --standalone --nproc_per_node=2 train.py            two ranks, the same run
+    torchrun ... train.py --preset qwen3-14b --init DIR --data FILE --eval-data FILE
+    python train.py --preset qwen3-14b --dry-run                 the plan, nothing allocated
+    python train.py --help                                       every field
+
+One step of RL:
+
+    rollout     every rank's engine claims rollouts of the step's problems until none is left
+    select      all ranks know all summaries; resampling on correct, decided identically (grpo_roc)
+    exchange    kept trajectories move, so that every rank gets an equal share of tokens
+    update      `minibatches` optimiser steps over micro-batches; weights of tokens made before
+    hand over   the new weights go to the engine, which forgets its prefix cache
+
+A run leaves runs/NAME/: config.json, metrics.jsonl (one row a step or evaluation), traces/ (whole
+trajectories), checkpoints/, sft/ and model/ (HF folders), report.html. The same command continues
+it: model, optimiser, stage and position in the data come from the checkpoint, and all noise is a
+function of (seed, step), so nothing else has to be saved and the digests go on as if it had never
+stopped. Each step logs rollout_digest, sha256 over (problem, rollout, tokens, reward, kept).
+
+STAGES differ from the paper in scale only for the toy; lr falls from stage to stage there, because
+a constant one loses single kinds of problem once half of the groups are dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections import defaultdict
+from dataclasses import asdict, dataclass, field, fields, replace
+from hashlib import sha256
+from pathlib import Path
+from random import Random
+
+import torch
+from tqdm import tqdm
+
+import grpo_roc
+import toy
+from data import Group, Problem, Summary, Trajectory, micro_batches, pack, read_problems
+from eval import error_share, evaluate, table
+from kvcache_engine import Engine, blocks_that_fit
+from model import Model, ModelConfig, init_weights, load_model, packed_attention, read_config
+from model import save_model as save_folder
+from parallel import (
+    Ranks,
+    broadcast_over_ranks,
+    clip_gradients_over_ranks,
+    end_ranks,
+    exchange_over_ranks,
+    full_parameters,
+    gather_over_ranks,
+    load_checkpoint,
+    newest_checkpoint,
+    num_shares,
+    open_run,
+    parse_config,
+    print0,
+    save_checkpoint,
+    shard,
+    start_ranks,
+    sum_over_ranks,
+)
+from report import write_report
+from rollout import RolloutConfig, rollout
+from sandbox import Sandbox, SandboxClient
+from scheduler import Lengths, RolloutQueue, queue_order
+from sft import PRESETS as SFT_PRESETS
+from sft import Config as SftConfig
+from sft import make_optimizer, sft
+from tokenizer import SYSTEM_TEXT, USER_TEMPLATE, Tokenizer
+
+# ---- config ----
+
+
+@dataclass
+class Config:
+    preset: str = "toy"  # toy | qwen3-0.6b | qwen3-14b | qwen2.5-32b
+    run: str = ""  # run folder; default runs/PRESET
+    fast: bool = False  # toy: the same way in a minute, far from converged
+    fresh: bool = False  # move an old run folder aside instead of continuing it
+    dry_run: bool = False  # print the plan and stop; nothing is allocated
+    seed: int = 0
+    device: str = ""  # cpu or cuda; default: what is there
+    dtype: str = "float32"  # of rollouts and of compute; parameters and optimiser stay float32
+    threads: int = 1  # a process; more are slower on busy cores and give other bits
+    workers: int = 0  # sandbox workers a node; 0 = one a core
+    checkpoint_every: int = 1  # RL steps (SFT: 100 times as many)
+
+    init: str = ""  # HF folder to start from, after SFT (runs/x/sft); the toy starts from nothing
+    data: str = ""  # problems for RL; the toy makes its own
+    eval_data: str = ""  # held-out problems
+    eval_problems: int = 512  # held-out problems of the toy
+    sft_documents: int = 16000  # toy: traces and copies, 16 a step
+
+    stages: int = 3  # how many of STAGES to run
+    steps: int = 300  # of a stage
+    problems_per_step: int = 512  # prompts
+    rollouts: int = 32  # N = 2G, sampled a problem
+    group_size: int = 16  # G; min(G, N) are kept
+    max_tokens: int = 8192  # budget of a trajectory: prompt and tool output count
+    max_turns: int = 10  # T
+    filter_solved: bool = False  # stage 3: only problems not solved by all of filter_rollouts
+    filter_rollouts: int = 8
+    filter_problems: int = 0  # how many are tried; 0 = all
+    reset_optimizer: bool = False  # at the start of the stage
+
+    temperature: float = 1.0
+    tool_seconds: float = 4.0  # CPU seconds a call
+    wall_seconds: float = 1200.0  # a rollout older than this is cut and counted
+    max_calls: int = 8  # a turn
+    policy: str = "expected"  # scheduler: static | static_groups | capacity | expected
+    group_chunk: int = 4  # rollouts of a problem dealt to an engine in a row
+    cache_tokens: int = 0  # KV cache of an engine; 0 = what the GPU has left
+    block_size: int = 16
+    max_seqs: int = 512  # sequences in a decode step
+
+    resample: str = "roc"  # roc | uniform (control) | none (plain GRPO: give rollouts = group_size)
+    select: str = "weighted"  # weighted | lowest (the authors' release)
+    roc_eps: float = 0.1  # weight of a correct trajectory is 1 / (p_total + roc_eps)
+    min_keep: int = 2  # of failures and of correct ones, where there are so many; 0 = paper
+    overlong_filter: bool = False  # truncated trajectories leave their group (paper: it hurts)
+    ngram_penalty: float = 0.0  # x repetition, added to p_total (paper: it hurts)
+    tool_error_penalty: float = 0.0  # x share of failed calls, off the reward (paper: do not)
+    adv_std: bool = True
+    denominator: str = "batch"  # batch | group (Eq. 6) | trajectory (Eq. 1)
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    tis_cap: float = 2.0  # cap of exp(trainer - engine); 0 = weight off
+    minibatches: int = 1  # optimiser steps a rollout batch; 1: ratio is 1, clipping never binds
+    micro_tokens: int = 16384  # tokens of one forward and backward
+
+    lr: float = 1e-6
+    warmup: int = 20  # rollout steps, after the start and after a reset
+    beta2: float = 0.999
+    weight_decay: float = 0.01
+    grad_clip: float = 1.0
+
+    eval_every: int = 10  # RL steps; and at the end of every stage
+    eval_samples: int = 1  # rollouts a held-out problem; paper: 16
+    eval_temperature: float = 0.6
+    eval_tokens: int = 30720
+    eval_turns: int = 30
+    trace_groups: int = 2  # groups of each step stored whole in traces/
+
+    def __post_init__(self):
+        if self.rollouts < 2 or self.group_size < 2:
+            raise ValueError("rollouts and group_size: at least 2, one alone has no advantage")
+        if 2 * self.min_keep > min(self.group_size, self.rollouts):
+            raise ValueError("min_keep: twice as many must fit into min(group_size, rollouts)")
+        if self.denominator not in ("batch", "group", "trajectory"):
+            raise ValueError(f"denominator {self.denominator!r}: choose batch, group or trajectory")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype {self.dtype!r}: choose float32 or bfloat16")
+
+
+# Stages 1-3 of the paper (table 2, section 4.3): precedence is default < preset < stage < flag.
+PAPER_STAGES = (
+    dict(steps=300, max_tokens=8192, max_turns=10),
+    dict(steps=85, max_tokens=12288, max_turns=10),
+    dict(steps=125, max_tokens=12288, max_turns=15, filter_solved=True, reset_optimizer=True),
+)
+STAGES = {
+    "toy": (
+        dict(steps=25, max_tokens=160, max_turns=5, lr=4e-4),
+        dict(steps=10, max_tokens=208, max_turns=5, lr=2e-4),
+        dict(steps=10, max_tokens=256, max_turns=7, lr=1e-4, filter_solved=True,
+             reset_optimizer=True),
+    ),
+    "qwen3-0.6b": PAPER_STAGES,
+    "qwen3-14b": PAPER_STAGES,
+    "qwen2.5-32b": PAPER_STAGES[:2],  # no SFT, two stages, 700 steps (section 5.3)
+}  # fmt: skip
+PRESETS = {
+    "toy": dict(
+        device="cpu", problems_per_step=12, rollouts=16, group_size=8, tool_seconds=1.0,
+        cache_tokens=49152, minibatches=2, warmup=3, beta2=0.95, filter_problems=256,
+        eval_temperature=1.0, eval_tokens=256, eval_turns=7,
+    ),
+    "qwen3-0.6b": dict(
+        dtype="bfloat16", problems_per_step=64, rollouts=16, group_size=8, eval_samples=4,
+    ),
+    "qwen3-14b": dict(dtype="bfloat16", eval_samples=16),
+    "qwen2.5-32b": dict(dtype="bfloat16", eval_samples=16, stages=2),
+}  # fmt: skip
+FAST = dict(sft_documents=2400, steps=2, eval_problems=96, eval_every=100, filter_problems=32)
+FREE = ("fresh", "dry_run", "workers", "run")  # may differ when a run is continued
+# Shapes for --dry-run; a real run reads config.json of --init.
+SHAPES = {
+    "toy": ModelConfig(**toy.TOY_MODEL),
+    "qwen3-0.6b": ModelConfig(151936, 1024, 28, 16, 8, 128, 3072, tie_embeddings=True),
+    "qwen3-14b": ModelConfig(151936, 5120, 40, 40, 8, 128, 17408),
+    "qwen2.5-32b": ModelConfig(
+        152064, 5120, 64, 40, 8, 128, 27648, qk_norm=False, qkv_bias=True
+    ),
+}  # fmt: skip
+
+
+def stage_config(cfg: Config, given: set[str], stage: int) -> Config:
+    overrides = STAGES[cfg.preset][stage]
+    if cfg.fast:
+        overrides = {**overrides, "steps": FAST["steps"]}
+    return replace(cfg, **{k: v for k, v in overrides.items() if k not in given})
+
+
+def rollout_config(cfg: Config) -> RolloutConfig:
+    is_toy = cfg.preset == "toy"
+    return RolloutConfig(
+        max_turns=cfg.max_turns,
+        max_tokens=cfg.max_tokens,
+        temperature=cfg.temperature,
+        tool_seconds=cfg.tool_seconds,
+        wall_seconds=cfg.wall_seconds,
+        max_calls=cfg.max_calls,
+        policy=cfg.policy,
+        traceback_lines=toy.TRACEBACK_LINES if is_toy else None,
+        system_text=toy.TOY_SYSTEM_TEXT if is_toy else SYSTEM_TEXT,
+        user_template="{question}" if is_toy else USER_TEMPLATE,
+        show_tools=not is_toy,
+    )
+
+
+def evaluation_config(cfg: Config) -> RolloutConfig:
+    return replace(
+        rollout_config(cfg),
+        max_turns=cfg.eval_turns,
+        max_tokens=cfg.eval_tokens,
+        temperature=cfg.eval_temperature,
+    )
+
+
+# ---- the job: what lives from step to step ----
+
+
+@dataclass
+class Job:
+    cfg: Config
+    given: set[str]
+    ranks: Ranks
+    folder: Path
+    tok: Tokenizer
+    model: Model  # the trainer's, sharded under torchrun
+    shape: ModelConfig
+    engine: Engine
+    box: Sandbox | SandboxClient
+    problems: list[Problem]
+    held_out: list[Problem]
+    optimizer: torch.optim.Optimizer = None
+    lengths: Lengths = None
+    state: dict = field(default_factory=dict)  # position, saved in every checkpoint
+    seconds: dict = field(default_factory=lambda: defaultdict(float))
+
+    @contextlib.contextmanager
+    def timed(self, name: str):
+        at = time.monotonic()
+        yield
+        self.seconds[name] += time.monotonic() - at
+
+    def log(self, row: dict) -> None:
+        """One row to metrics.jsonl, rank 0."""
+        self.state["rows"] += 1
+        if self.ranks.first:
+            with open(self.folder / "metrics.jsonl", "a") as f:
+                f.write(json.dumps(row) + "\n")
+
+    def checkpoint(self, name: str) -> None:
+        with self.timed("checkpoint"):
+            self.state["seconds"] = dict(self.seconds)
+            save_checkpoint(
+                self.folder / "checkpoints", name, self.model, self.optimizer, self.state
+            )
+
+    def hand_over(self) -> None:
+        """The trainer's weights to this rank's engine, one tensor at a time."""
+        with self.timed("weights"):
+            self.engine.update_weights(self.model.named_parameters())
+
+    def export(self, name: str) -> None:
+        """An HF folder: runs/NAME/sft or runs/NAME/model."""
+        tensors = {k: v.cpu() for k, v in full_parameters(self.model)}
+        if self.ranks.first:
+            save_folder(tensors, self.shape, self.folder / name)
+            self.tok.save(self.folder / name / "tokenizer.json")
+
+
+def cut_metrics(path: Path, rows: int) -> None:
+    """Rows after the checkpoint will be written again."""
+    if path.exists():
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(lines[:rows]))
+
+
+# ---- SFT ----
+
+
+def run_sft(job: Job) -> None:
+    """The toy's cold start; other presets start from --init (sft.py trains such a folder)."""
+    cfg, ranks = job.cfg, job.ranks
+    if cfg.preset != "toy" or cfg.init or not cfg.sft_documents:
+        return
+    how = SftConfig(**{**SFT_PRESETS["toy"], "seed": cfg.seed})
+    documents = toy.toy_documents(job.tok, cfg.sft_documents, seed=cfg.seed)
+
+    def on_step(step: int, metrics: dict) -> None:
+        job.state["sft_step"] = step + 1
+        if step % 10 == 0:
+            job.log({"phase": "sft", "step": step, **metrics})
+        if (step + 1) % (100 * cfg.checkpoint_every) == 0:
+            job.checkpoint(f"0-sft-{step + 1:06d}")
+
+    with job.timed("sft"):
+        sft(
+            job.model, job.optimizer, documents, how, rank=ranks.rank, world=ranks.world,
+            start=job.state["sft_step"], device=ranks.device, on_step=on_step,
+        )  # fmt: skip
+
+
+# ---- one step of RL ----
+
+
+def problems_of_step(problems: list[Problem], count: int, seed: str, step: int) -> list[Problem]:
+    """Reshuffled passes over the data: step s of a stage takes the next `count`, different ones."""
+    count = min(count, len(problems))
+    per_pass = len(problems) // count
+    order = list(range(len(problems)))
+    Random(f"data/{seed}/{step // per_pass}").shuffle(order)
+    at = step % per_pass * count
+    return [problems[i] for i in order[at : at + count]]
+
+
+def sample_step(job: Job, cfg: Config, problems: list[Problem], step: int):
+    """Every rank's engine generates until the step's queue is empty; (trajectories here, stats)."""
+    expected = {p.id: max(n) for p in problems if (n := job.lengths.by_problem.get(p.id))}
+    chunk = cfg.rollouts if cfg.policy == "static_groups" else cfg.group_chunk
+    order = queue_order([p.id for p in problems], cfg.rollouts, chunk, expected)
+    queue = RolloutQueue(job.ranks.store, f"step {step}", order, num_engines=job.ranks.world)
+    title = f"step {step}: rollouts"
+    with tqdm(total=len(order), desc=title, leave=False, disable=not job.ranks.first) as bar:
+        done = lambda t: bar.update(job.ranks.world)
+        return rollout(
+            job.engine, job.box, job.tok, queue, problems, rollout_config(cfg), seed=cfg.seed,
+            step=step, policy_version=step, lengths=job.lengths, progress=done,
+        )  # fmt: skip
+
+
+def make_groups(problems: list[Problem], summaries: list[Summary]) -> list[Group]:
+    by_problem = defaultdict(list)
+    for s in summaries:
+        by_problem[s.problem_id].append(s)
+    sort = lambda rows: sorted(rows, key=lambda s: s.rollout)
+    return [Group(p, sort(by_problem[p.id])) for p in problems if by_problem[p.id]]
+
+
+def rollout_digest(groups: list[Group], kept: set[tuple[str, int]]) -> str:
+    """sha256 over (problem, rollout, token_ids, reward, kept) in order."""
+    digest = sha256()
+    for group in groups:
+        for s in group.trajectories:
+            row = s.problem_id, s.rollout, s.tokens_sha, s.reward, (s.problem_id, s.rollout) in kept
+            digest.update(repr(row).encode())
+    return digest.hexdigest()
+
+
+@dataclass
+class Item:
+    """A kept trajectory in an optimiser step: what the loss needs, and which share it is in."""
+
+    minibatch: int
+    share: int
+    micro: int
+    weight: float
+    advantage: float
+    token_ids: list[int]
+    loss_mask: list[int]
+    logprobs: list[float]
+
+
+def deal(cfg: Config, groups: list[Group], world: int) -> dict[tuple[str, int], dict]:
+    """(problem, rollout) of every kept trajectory -> minibatch, share, micro, weight, advantage.
+
+    Decided from summaries, identically on every rank. Share s is computed by rank s % world; the
+    number of shares is the same for one and two ranks, and so are the sums of their gradients.
+    """
+    placed = {}
+    for m in range(cfg.minibatches):
+        part = groups[m :: cfg.minibatches]
+        if not part:
+            continue
+        weights = grpo_roc.loss_weights(part, cfg.denominator)
+        rows = []
+        for group, group_weights in zip(part, weights):
+            members, penalty = group.trajectories, cfg.tool_error_penalty
+            rewards = torch.tensor([grpo_roc.shaped_reward(t, penalty) for t in members])
+            advantages = grpo_roc.group_advantages(rewards, cfg.adv_std).tolist()
+            rows += zip(members, group_weights, advantages)
+        lengths = [t.num_tokens for t, _, _ in rows]
+        for share, micros in enumerate(micro_batches(lengths, num_shares(world), cfg.micro_tokens)):
+            for micro, indices in enumerate(micros):
+                for i in indices:
+                    t, weight, advantage = rows[i]
+                    placed[t.problem_id, t.rollout] = dict(
+                        minibatch=m, share=share, micro=micro, weight=weight, advantage=advantage
+                    )
+    return placed
+
+
+def exchange_kept(job: Job, trajectories: list[Trajectory], placed: dict) -> list[Item]:
+    """Moves kept trajectories to the ranks that compute their shares; order: (problem, rollout)."""
+    world = job.ranks.world
+    outgoing = [[] for _ in range(world)]
+    for t in trajectories:
+        place = placed.get((t.problem.id, t.rollout))
+        if place:
+            row = dict(place, token_ids=t.token_ids, loss_mask=t.loss_mask, logprobs=t.logprobs)
+            outgoing[place["share"] % world].append([t.problem.id, t.rollout, row])
+    order = {key: i for i, key in enumerate(placed)}
+    rows = exchange_over_ranks(outgoing)
+    rows.sort(key=lambda row: order[row[0], row[1]])
+    return [Item(**row) for _, _, row in rows]
+
+
+def micro_batches_of(items: list[Item], minibatch: int, count: int, shares: range, device):
+    """(Batch, is it real) for every share and micro-batch of this rank, as many on every rank; an
+    empty one is a dummy of weight 0, because a sharded forward needs all ranks."""
+    for share in shares:
+        for micro in range(count):
+            at = (minibatch, share, micro)
+            mine = [x for x in items if (x.minibatch, x.share, x.micro) == at]
+            if not mine:
+                yield pack([([0, 0], [0, 1])], weights=0.0, device=device)
+                continue
+            batch = pack(
+                [(x.token_ids, x.loss_mask) for x in mine],
+                weights=[x.weight for x in mine],
+                advantages=[x.advantage for x in mine],
+                device=device,
+            )
+            flat = [p for x in mine for p in x.logprobs]
+            batch.engine_logprobs = torch.tensor(flat, dtype=torch.float32, device=device)
+            yield batch
+
+
+def token_logprobs_of(model, batch, temperature: float):
+    """(T,) log-probability of each token under the model; token t is predicted by row t - 1."""
+    attend = packed_attention(batch.cu_seqlens)
+    logprobs, _ = model(
+        batch.token_ids, batch.positions, attend, targets=batch.targets(), temperature=temperature
+    )
+    return torch.cat([logprobs.new_zeros(1), logprobs[:-1]])
+
+
+def update(job: Job, cfg: Config, items: list[Item], placed: dict, lr: float) -> dict[str, float]:
+    """The optimiser steps of one rollout batch; returns metrics summed over ranks."""
+    ranks, model = job.ranks, job.model
+    for group in job.optimizer.param_groups:
+        group["lr"] = lr
+    shares = range(ranks.rank, num_shares(ranks.world), ranks.world)
+    steps = []
+    for m in sorted({p["minibatch"] for p in placed.values()}):
+        count = 1 + max(p["micro"] for p in placed.values() if p["minibatch"] == m)
+        steps.append(list(micro_batches_of(items, m, count, shares, ranks.device)))
+    olds = None
+    if len(steps) > 1:  # pi_old: the trainer's log-probabilities before the first step
+        with torch.no_grad():
+            olds = [[token_logprobs_of(model, b, cfg.temperature) for b in bs] for bs in steps]
+    sums, norms, clip = defaultdict(float), [], (cfg.clip_low, cfg.clip_high)
+    cap = cfg.tis_cap or None
+    for m, batches in enumerate(steps):
+        for i, batch in enumerate(batches):
+            logprobs = token_logprobs_of(model, batch, cfg.temperature)
+            old = olds[m][i] if olds else logprobs.detach()
+            weight = grpo_roc.importance_weight(old, batch.engine_logprobs, cap)
+            loss = grpo_roc.policy_loss(
+                logprobs, old, batch.advantages, batch.token_weights, weight, *clip
+            )
+            (loss * ranks.world).backward()  # FSDP averages over ranks; our weights make it a sum
+            mask = batch.loss_mask * (batch.token_weights > 0)
+            sums["loss"] += loss.item()
+            metrics = grpo_roc.loss_metrics(
+                logprobs, old, batch.engine_logprobs, batch.advantages, mask, *clip, tis_cap=cap
+            )
+            for name, value in metrics.items():
+                sums[name] += value.item()
+        norms.append(clip_gradients_over_ranks(model.parameters(), cfg.grad_clip))
+        job.optimizer.step()
+        job.optimizer.zero_grad(set_to_none=True)
+    total = sum_over_ranks(dict(sums))
+    tokens = max(total.pop("tokens"), 1)
+    loss = total.pop("loss") / len(steps)
+    means = {name: value / tokens for name, value in total.items()}
+    return {"loss": loss, "grad_norm": max(norms), "loss_tokens": tokens, **means}
+
+
+def rl_step(job: Job, cfg: Config, stage: int, step: int, at: int, problems: list[Problem]) -> dict:
+    """Step `step` of the run, `at` of its stage: rollouts to new weights. Returns its metrics."""
+    begin, before = time.monotonic(), dict(job.seconds)
+    counters = dict(vars(job.engine.counters))
+    with job.timed("rollout"):
+        trajectories, stats = sample_step(job, cfg, problems, step)
+    for t in trajectories:
+        t.penalty = grpo_roc.trajectory_penalty(t, cfg.ngram_penalty)
+    with job.timed("exchange"):
+        per_rank = gather_over_ranks([t.summary(job.ranks.rank) for t in trajectories])
+    summaries = [s for rows in per_rank for s in rows]
+    groups = make_groups(problems, summaries)
+    kept_groups, counts = grpo_roc.select_groups(
+        groups, cfg.group_size, cfg.seed, step, cfg.overlong_filter, resample=cfg.resample,
+        select=cfg.select, roc_eps=cfg.roc_eps, min_keep=cfg.min_keep,
+    )  # fmt: skip
+    kept = {(s.problem_id, s.rollout) for g in kept_groups for s in g.trajectories}
+    for t in trajectories:
+        t.kept = (t.problem.id, t.rollout) in kept
+    placed = deal(cfg, kept_groups, job.ranks.world)
+    lr = cfg.lr * min(1.0, (job.state["steps_since_reset"] + 1) / max(cfg.warmup, 1))
+    row = {"phase": "rl", "stage": stage + 1, "step": step, "lr": lr}
+    if placed:
+        with job.timed("exchange"):
+            items = exchange_kept(job, trajectories, placed)
+        with job.timed("update"):
+            row |= update(job, cfg, items, placed, lr)
+        job.hand_over()
+    row["skipped"] = not placed  # every group was dropped: no update, counted
+    row |= {f"groups_{k}" if k != "groups" else k: v for k, v in counts.items()}
+    row |= rollout_metrics(summaries, kept)
+    row["rollout_digest"] = rollout_digest(groups, kept)
+    row |= over_ranks(job, trajectories, stats, counters)
+    write_traces(job, trajectories, problems[: cfg.trace_groups], f"step_{step:05d}")
+    spent = {k: round(v - before.get(k, 0), 3) for k, v in job.seconds.items()}
+    row["seconds"] = {k: v for k, v in spent.items() if v} | {"step": time.monotonic() - begin}
+    return row
+
+
+# ---- metrics and traces ----
+
+
+def rollout_metrics(summaries: list[Summary], kept: set) -> dict:
+    n, correct = len(summaries), [s for s in summaries if grpo_roc.is_correct(s)]
+    mean = lambda name: sum(getattr(s, name) for s in summaries) / n
+    right = [s.num_errors for s in correct], [s.num_calls for s in correct]
+    return {
+        "reward": mean("reward"),
+        "errors_per_call": error_share(summaries),
+        "errors_per_call_correct": error_share(correct),
+        "errors_correct": sum(right[0]),
+        "calls_correct": sum(right[1]),
+        "calls": mean("num_calls"),
+        "length": mean("num_tokens"),
+        "model_tokens": mean("num_model_tokens"),
+        "turns": mean("num_turns"),
+        "penalty": mean("penalty"),
+        "over_limit": sum(s.stop_reason in ("length", "wall") for s in summaries) / n,
+        "turn_limit": sum(s.stop_reason == "turns" for s in summaries) / n,
+        "sampled": n,
+        "kept": len(kept),
+    }
+
+
+def over_ranks(job: Job, trajectories: list[Trajectory], stats, counters: dict) -> dict:
+    """What only each rank knows, summed; shares are of all engines' time in the phase."""
+    local = {k: v - counters[k] for k, v in vars(job.engine.counters).items()}
+    local |= {k: v for k, v in vars(stats).items() if k != "last_trajectory_seconds"}
+    local["entropy"] = sum(sum(t.entropies) for t in trajectories)
+    total = sum_over_ranks(local)
+    phase = total["seconds"] + total["idle_end_seconds"]
+    tokens = max(total.pop("generated"), 1)
+    last = max(gather_over_ranks(stats.last_trajectory_seconds))
+    return {
+        "generated_tokens": tokens,
+        "entropy": total["entropy"] / tokens,
+        **{f"{k}_tokens": total[k] for k in ("prefill", "cached", "recomputed")},
+        "busy_share": total["engine_seconds"] / phase,
+        "tool_wait_share": total["tool_wait_seconds"] / phase,
+        "idle_end_share": total["idle_end_seconds"] / phase,
+        "last_trajectory_seconds": last,
+        "tokens_per_second": tokens / max(last, 1e-9),
+        **{k: total[k] for k in ("tool_calls", "checks", "checks_failed", "lost_calls",
+        "wall_cut")},
+    }
+
+
+def write_traces(job: Job, trajectories, problems: list[Problem], name: str) -> None:
+    """Whole trajectories of a few problems, from all ranks, with the text of every segment."""
+    wanted = {p.id: i for i, p in enumerate(problems)}
+    rows = []
+    for t in trajectories:
+        if t.problem.id in wanted:
+            texts = [job.tok.decode(t.token_ids[a:b]) for a, b, _ in t.segments]
+            rows.append(t.to_json() | {"texts": texts})
+    rows = [row for part in gather_over_ranks(rows) for row in part]
+    rows.sort(key=lambda r: (wanted[r["problem"]["id"]], r["rollout"]))
+    if job.ranks.first:
+        path = job.folder / "traces"
+        path.mkdir(exist_ok=True)
+        lines = [json.dumps(row) + "\n" for row in rows]
+        (path / f".{name}.tmp").write_text("".join(lines))
+        (path / f".{name}.tmp").rename(path / f"{name}.jsonl")
+
+
+HEADER = (
+    "stage step  reward  err/call (right)  tokens turns  entropy  grad   kept/sampled   roll  upd"
+    "   tok/s"
+)
+
+
+def step_line(row: dict) -> str:
+    seconds = row["seconds"]
+    return (
+        f"{row['stage']:>5} {row['step']:>4}  {row['reward']:>6.3f}  {row['errors_per_call']:>8.3f}"
+        f" {row['errors_per_call_correct']:>7.3f}  {row['length']:>6.1f} {row['turns']:>5.2f}"
+        f"  {row['entropy']:>7.3f} {row.get('grad_norm', 0):>5.2f}"
+        f"  {row['kept']:>5}/{row['sampled']:<7} {seconds['rollout']:>5.1f}"
+        f" {seconds.get('update', 0):>4.1f} {row['tokens_per_second']:>7.0f}"
+    )
+
+
+def run_evaluation(job: Job, name: str, stage: int, step: int) -> dict:
+    cfg = job.cfg
+    with job.timed("evaluation"):
+        numbers, trajectories = evaluate(
+            job.engine, job.box, job.tok, job.held_out, evaluation_config(cfg), job.ranks.store,
+            f"evaluation {step} {name}", cfg.eval_samples, cfg.seed, job.ranks.world,
+            gather_over_ranks, show=f"evaluation {name}" if job.ranks.first else "",
+        )  # fmt: skip
+    job.log({"phase": "evaluation", "name": name, "stage": stage, "step": step, **numbers})
+    write_traces(job, trajectories, job.held_out[:8], f"evaluation_{step:05d}")
+    print0(
+        job.ranks,
+        f"evaluation {name}: pass@1 {numbers['pass@1']:.3f} +- {numbers['stderr']:.3f}, errors per"
+        f" call {numbers['errors_per_call']:.3f} ({numbers['samples']} held-out samples,"
+        f" {numbers['seconds']:.0f} s)",
+    )
+    return numbers
+
+
+# ---- stages ----
+
+
+def unsolved_problems(job: Job, cfg: Config) -> list[Problem]:
+    """Stage 3 trains on problems that the stage-2 policy does not solve in all of 8 rollouts."""
+    tried = job.problems[: cfg.filter_problems or len(job.problems)]
+    how = replace(rollout_config(cfg), temperature=cfg.temperature)
+    with job.timed("filter"):
+        _, trajectories = evaluate(
+            job.engine, job.box, job.tok, tried, how, job.ranks.store, "filter",
+            cfg.filter_rollouts, f"filter {cfg.seed}", job.ranks.world, gather_over_ranks,
+            show="filter" if job.ranks.first else "",
+        )  # fmt: skip
+        rewards = [(t.problem.id, t.reward) for t in trajectories]
+        solved = defaultdict(int)
+        for rows in gather_over_ranks(rewards):
+            for problem_id, reward in rows:
+                solved[problem_id] += reward > 0.5
+    left = [p for p in tried if solved[p.id] < cfg.filter_rollouts]
+    print0(
+        job.ranks,
+        f"stage 3 trains on {len(left)} of {len(tried)} problems: those not solved"
+        f" {cfg.filter_rollouts} of {cfg.filter_rollouts}",
+    )
+    return left or tried
+
+
+def run_stages(job: Job) -> None:
+    cfg, state = job.cfg, job.state
+    for stage in range(state["stage"], min(cfg.stages, len(STAGES[cfg.preset]))):
+        staged = stage_config(cfg, job.given, stage)
+        problems = job.problems
+        if staged.filter_solved:
+            if "left" not in state:
+                state["left"] = [p.id for p in unsolved_problems(job, staged)]
+            chosen = set(state["left"])
+            problems = [p for p in job.problems if p.id in chosen]
+        if state["at"] == 0:
+            print0(
+                job.ranks,
+                f"\nstage {stage + 1}: {staged.steps} steps, {staged.problems_per_step} problems x"
+                f" {staged.rollouts} rollouts, {staged.max_tokens} tokens, {staged.max_turns}"
+                f" turns, lr {staged.lr:g}\n{HEADER}",
+            )
+            if staged.reset_optimizer:
+                job.optimizer = rl_optimizer(job.model, cfg)
+                state["steps_since_reset"] = 0
+        job.lengths = Lengths(staged.max_tokens)
+        while state["at"] < staged.steps:
+            at, step = state["at"], state["step"] + 1
+            chosen = problems_of_step(
+                problems, staged.problems_per_step, f"{cfg.seed}/{stage}", at
+            )
+            row = rl_step(job, staged, stage, step, at, chosen)
+            job.log(row)
+            print0(job.ranks, step_line(row))
+            state["step"], state["at"] = step, at + 1
+            state["steps_since_reset"] += 1
+            if state["at"] == staged.steps:
+                run_evaluation(job, f"stage {stage + 1}", stage + 1, step)
+            elif step % cfg.eval_every == 0:
+                run_evaluation(job, f"step {step}", stage + 1, step)
+            if state["at"] == staged.steps:
+                state["stage"], state["at"] = stage + 1, 0
+            if step % cfg.checkpoint_every == 0 or state["at"] == 0:
+                job.checkpoint(f"1-rl-{step:06d}")
+            if job.ranks.first and (step % 10 == 0 or state["at"] == 0):
+                write_report(job.folder)
+            if state["at"] == 0:
+                break
+
+
+def rl_optimizer(model, cfg: Config):
+    return torch.optim.AdamW(
+        model.parameters(), lr=cfg.lr, betas=(0.9, cfg.beta2), weight_decay=cfg.weight_decay
+    )
+
+
+# ---- start and end ----
+
+
+def make_data(cfg: Config, folder: Path, ranks: Ranks):
+    """(tokenizer, problems for RL, held-out problems); made by rank 0, read by the others."""
+    if cfg.preset == "toy" and not cfg.data:
+        problems = toy.toy_problems(2048, cfg.seed, holdout=False)
+        held_out = toy.toy_problems(cfg.eval_problems, cfg.seed, holdout=True)
+        shared = {p.question for p in problems} & {p.question for p in held_out}
+        print0(
+            ranks,
+            f"{len(problems)} problems to train on, {len(held_out)} held out by hash,"
+            f" {len(shared)} in both",
+        )
+    else:
+        if not cfg.data or not cfg.eval_data:
+            raise ValueError("--data FILE and --eval-data FILE are needed: problems with answers")
+        problems, held_out = read_problems(cfg.data), read_problems(cfg.eval_data)
+        known = {" ".join(p.question.split()) for p in held_out}
+        leaked = [p for p in problems if " ".join(p.question.split()) in known]
+        if leaked:
+            raise ValueError(
+                f"{len(leaked)} problems of {cfg.data} are in {cfg.eval_data}, the first is"
+                f" {leaked[0].id}: run data.py filter"
+            )
+    if ranks.first:
+        rows = "".join(json.dumps(asdict(p)) + "\n" for p in held_out)
+        (folder / "evaluation.jsonl").write_text(rows)
+    return problems, held_out
+
+
+def make_tokenizer(cfg: Config, folder: Path, ranks: Ranks) -> Tokenizer:
+    if cfg.init:
+        return Tokenizer.from_file(Path(cfg.init) / "tokenizer.json")
+    if cfg.preset != "toy":
+        raise ValueError("--init DIR is needed: a Qwen folder with config, weights and tokenizer")
+    path = folder / "tokenizer.json"
+    if ranks.first and not path.exists():
+        toy.toy_tokenizer(cfg.seed).save(path)
+    broadcast_over_ranks(None)  # the file is there
+    return Tokenizer.from_file(path)
+
+
+def make_models(cfg: Config, ranks: Ranks) -> tuple[Model, Model, ModelConfig]:
+    """(the trainer's model, the engine's, shape): fp32 parameters and a copy in the dtype."""
+    dtype = getattr(torch, cfg.dtype)
+    if cfg.init:
+        model = load_model(cfg.init, device=ranks.device, dtype=torch.float32)
+        shape = model.config
+    else:
+        shape = SHAPES[cfg.preset]
+        model = Model(shape).to(ranks.device)
+        init_weights(model, cfg.seed)
+    with torch.device(ranks.device):
+        engine_model = Model(shape).to(dtype).eval()
+    return shard(model, ranks, dtype), engine_model, shape
+
+
+@contextlib.contextmanager
+def tool_pool(cfg: Config, ranks: Ranks):
+    """One sandbox pool a node, started by its first rank, used by all of them."""
+    pool = Sandbox(workers=cfg.workers or None) if ranks.local_rank == 0 else None
+    with pool or contextlib.nullcontext():
+        mine = (ranks.node, pool.address, pool.secret) if pool else None
+        known = {row[0]: row[1:] for row in gather_over_ranks(mine) if row}
+        if pool:
+            yield pool
+        else:
+            with SandboxClient(*known[ranks.node]) as client:
+                yield client
+        gather_over_ranks(None)  # nobody needs it any more
+
+
+def cache_blocks(cfg: Config, model: Model, ranks: Ranks) -> int:
+    """Blocks of the KV cache: by the flag, or what a trial step leaves of half the GPU's memory
+    (the other half is the trainer's)."""
+    if cfg.cache_tokens:
+        return cfg.cache_tokens // cfg.block_size
+    if ranks.device.type != "cuda":
+        raise ValueError("--cache-tokens is needed on a CPU")
+    return blocks_that_fit(model, 0.5, block_size=cfg.block_size, max_num_seqs=cfg.max_seqs)
+
+
+def start(cfg: Config, given: set[str], ranks: Ranks, box) -> Job:
+    """Builds everything and goes to where the newest checkpoint was."""
+    folder = Path(cfg.run)
+    problems, held_out = make_data(cfg, folder, ranks)
+    tok = make_tokenizer(cfg, folder, ranks)
+    model, engine_model, shape = make_models(cfg, ranks)
+    engine = Engine(
+        engine_model, num_blocks=cache_blocks(cfg, engine_model, ranks), block_size=cfg.block_size,
+        max_num_seqs=cfg.max_seqs,
+    )  # fmt: skip
+    job = Job(cfg, given, ranks, folder, tok, model, shape, engine, box, problems, held_out)
+    job.state = dict(sft_step=0, stage=0, at=0, step=0, steps_since_reset=0, rows=0, phase="sft")
+    path, damaged = broadcast_over_ranks(
+        newest_checkpoint(folder / "checkpoints") if ranks.first else None
+    )
+    for sentence in damaged:
+        print0(ranks, sentence)
+    in_rl = path is not None and path.name.startswith("1-rl")
+    how = SftConfig(**SFT_PRESETS["toy"])
+    job.optimizer = rl_optimizer(model, cfg) if in_rl else make_optimizer(model, how)
+    if path:
+        job.state = load_checkpoint(path, model, job.optimizer)
+        job.seconds.update(job.state["seconds"])
+        print0(ranks, f"continues from {path}")
+    if ranks.first:
+        cut_metrics(folder / "metrics.jsonl", job.state["rows"])
+    return job
+
+
+def run(cfg: Config, given: set[str], ranks: Ranks) -> None:
+    begin = time.monotonic()
+    with tool_pool(cfg, ranks) as box:
+        job = start(cfg, given, ranks, box)
+        if job.state["phase"] == "sft":
+            run_sft(job)
+            job.export("sft")
+            job.optimizer = rl_optimizer(job.model, cfg)
+            job.hand_over()
+            run_evaluation(job, "SFT", 0, 0)
+            job.state["phase"] = "rl"
+            job.checkpoint("1-rl-000000")
+        job.hand_over()
+        run_stages(job)
+        job.export("model")
+    if ranks.first:
+        finish(job, time.monotonic() - begin)
+
+
+def finish(job: Job, seconds: float) -> None:
+    """The table at the end, and the page."""
+    lines = (job.folder / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    print("\n" + table([(r["name"], r) for r in rows if r["phase"] == "evaluation"]))
+    rl = [r for r in rows if r["phase"] == "rl"]
+    if rl:
+        share = lambda part: sum(r["errors_correct"] for r in part) / max(
+            1, sum(r["calls_correct"] for r in part)
+        )
+        first, last = share(rl[:10]), share(rl[-10:])
+        print("\nerrors per call in correct training trajectories: first 10 steps"
+              f" {first:.3f}, last 10 {last:.3f}")  # fmt: skip
+    spent = sorted(job.seconds.items(), key=lambda kv: -kv[1])
+    print("seconds: " + ", ".join(f"{k} {v:.0f}" for k, v in spent) + f"; this start {seconds:.0f}")
+    print(f"report: {write_report(job.folder)}")
+    if job.cfg.fast:
+        print("--fast: far from converged; leave it out for the real thing.")
+
+
+def dry_run(cfg: Config, given: set[str]) -> None:
+    """The plan: shapes on the meta device, tokens a step, stages, what would be loaded."""
+    shape = read_config(cfg.init) if cfg.init else SHAPES[cfg.preset]
+    with torch.device("meta"):
+        model = Model(shape)
+    count = sum(p.numel() for p in model.parameters())
+    width = 2 if cfg.dtype == "bfloat16" else 4
+    token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * width
+    print(f"preset {cfg.preset}: {count / 1e9:.3f} G parameters, {shape}")
+    print(f"KV cache {token:,} bytes a token; parameters and AdamW in fp32 {16 * count:,} bytes")
+    from_scratch = "nothing, the toy starts from scratch" if cfg.preset == "toy" else "--init DIR"
+    print(f"would load: {cfg.init or from_scratch}")
+    for stage in range(min(cfg.stages, len(STAGES[cfg.preset]))):
+        s = stage_config(cfg, given, stage)
+        most = s.problems_per_step * s.rollouts * s.max_tokens
+        print(
+            f"stage {stage + 1}: {s.steps} steps of {s.problems_per_step} x {s.rollouts} ->"
+            f" {s.group_size}, at most {most:,} tokens a step, T {s.max_turns}, lr {s.lr:g}"
+            f"{', only problems not solved 8 of 8' if s.filter_solved else ''}"
+            f"{', optimiser reset' if s.reset_optimizer else ''}"
+        )
+
+
+def main() -> None:
+    base = lambda given: PRESETS[given.get("preset", "toy")] | (FAST if given.get("fast") else {})
+    cfg, given = parse_config(Config, base=base, choices=PRESETS, description=__doc__)
+    if not cfg.run:
+        cfg = replace(cfg, run=f"runs/{cfg.preset}{'-fast' if cfg.fast else ''}")
+    if cfg.dry_run:
+        return dry_run(cfg, given)
+    ranks = start_ranks(cfg.device or None, cfg.threads)
+    error = None
+    if ranks.first:
+        saved = {f.name: getattr(cfg, f.name) for f in fields(cfg)}
+        saved["evaluation"] = asdict(evaluation_config(cfg))
+        try:
+            open_run(Path(cfg.run), saved, cfg.fresh, FREE)
+        except (OSError, ValueError) as e:
+            error = str(e)
+    error = broadcast_over_ranks(error)
+    try:
+        if error:
+            raise ValueError(error)
+        run(cfg, given, ranks)
+    except (OSError, ValueError) as e:
+        if isinstance(e, (BrokenPipeError, ConnectionError)):
+            raise
+        print0(ranks, f"train.py: {e}")
+        sys.exit(2)
+    end_ranks()
+
+
+if __name__ == "__main__":
+    main()
