@@ -12,7 +12,7 @@ RL data (section 4.2) come from three sources: 17K of DAPO, 93K of OpenMathReaso
 Euler, 42K after filters that the paper names without code. RECIPE says which filter it applies to
 which source; near duplicates and leaked answers are ours. One source at a time, then all together:
 
-    python data.py filter --recipe openmath --samples samples.jsonl --eval aime.jsonl math500.jsonl \\
+    python data.py filter --recipe openmath --samples samples.jsonl --eval aime.jsonl math.jsonl \\
         --out openmath.rl.jsonl OpenMathReasoning.jsonl
     python data.py filter --recipe all --out rl.jsonl dapo.rl.jsonl openmath.rl.jsonl euler.rl.jsonl
     python data.py show rl.jsonl
@@ -20,17 +20,21 @@ which source; near duplicates and leaked answers are ours. One source at a time,
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 # Statuses that count as errors in Eq. 4; `lost` is our own fault and in neither number.
 TOOL_ERRORS = ("error", "timeout", "memory", "output", "malformed", "refused")
@@ -235,76 +239,56 @@ def _columns(document):
 
 
 def micro_batches(lengths: list[int], world: int, max_tokens: int) -> list[list[list[int]]]:
-    """Deals documents to ranks and cuts each share into micro-batches: [rank][micro] -> indices.
+    """Deals documents to ranks, cuts each share into micro-batches: [rank][micro] -> indices.
 
-    Every rank gets the same number of micro-batches, because a sharded model runs them together:
-    where documents run out a list is empty (run a document of weight 0). Longest first, each to the
-    rank with the fewest tokens, then first fit.
+    Longest first, each to the rank with the fewest tokens. All ranks get as many micro-batches,
+    because a sharded model runs them together: an empty list is a document of weight 0.
     """
-    shares = [[] for _ in range(world)]
-    load = [0] * world
+    shares, load = [[[]] for _ in range(world)], [0] * world
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         rank = load.index(min(load))
         load[rank] += lengths[i]
-        shares[rank].append(i)
-    packed = [_first_fit(share, lengths, max_tokens) for share in shares]
-    count = max(map(len, packed))
-    return [bins + [[] for _ in range(count - len(bins))] for bins in packed]
-
-
-def _first_fit(indices, lengths, max_tokens):
-    """A document longer than max_tokens is a micro-batch of its own."""
-    bins, load = [], []
-    for i in indices:
-        b = next((b for b, n in enumerate(load) if n + lengths[i] <= max_tokens), len(bins))
-        if b == len(bins):
-            bins.append([])
-            load.append(0)
-        bins[b].append(i)
-        load[b] += lengths[i]
-    return bins
+        if shares[rank][-1] and sum(lengths[j] for j in [*shares[rank][-1], i]) > max_tokens:
+            shares[rank].append([])
+        shares[rank][-1].append(i)
+    count = max(map(len, shares))
+    return [share + [[]] * (count - len(share)) for share in shares]
 
 
 # ---- readers ----
 
-# Field names that data sets use, in the order of preference.
+# Names that data sets use, in the order of preference.
 QUESTION_FIELDS = ("question", "problem", "prompt", "Question", "Problem")
 ANSWER_FIELDS = ("answer", "expected_answer", "final_answer", "ground_truth", "Answer")
-# Instructions that data sets glue to the problem: they would count as overlap and as a marker.
+# Instructions that data sets glue to a problem: they would count as overlap and as a marker.
 WRAPPERS = re.compile(
-    r"^\s*Solve the following math problem step by step\..*?on its own line.*?\n\s*"
+    r"^\s*Solve the following math problem step by step\. The last line.*?\n\s*\n"
     r"|\s*Remember to put your answer on its own line after \"Answer:\"\.\s*$"
-    r"|\s*(Please |Let's )?(reason|think) step by step,? and (put|output) (your|the) final answer"
-    r" within \\boxed\{\}\.?\s*$",
+    r"|\s*(please )?reason step by step,? and put your final answer within \\boxed\{\}\.?\s*$",
     re.IGNORECASE | re.DOTALL,
 )
 
 
 def read_problems(path) -> list[Problem]:
-    """All readable problems of a file; the rest is reported on stderr with line and cause."""
-    return list(iter_problems(path, Skipped()))
+    """All readable problems of a file; the rest is told on stderr, with line and cause."""
+    return [p for _, p in iter_problems(path, Counter())]
 
 
-class Skipped(Counter):
-    """Rows that could not be read, by cause; the first few are printed."""
-
-    def report(self, path, line, cause):
-        self[cause] += 1
-        if self.total() <= 5:
-            print(f"{path}:{line}: skipped, {cause}", file=sys.stderr)
-
-
-def iter_problems(path, skipped: Skipped, start: int = 0) -> Iterator[Problem]:
+def iter_problems(path, skipped: Counter, start: int = 0) -> Iterator[tuple[int, Problem]]:
+    """(line, problem) beyond the first `start` lines; skipped counts causes."""
     for line, row in iter_rows(path, start):
         try:
-            yield to_problem(row, Path(path).stem, line)
+            yield line, to_problem(row, Path(path).stem, line)
         except ValueError as e:
-            skipped.report(path, line, str(e))
+            skipped[str(e)] += 1
+            if skipped.total() <= 5:
+                print(f"{path}:{line}: skipped, {e}", file=sys.stderr)
+    if skipped:
+        print(f"{path}: skipped {skipped.total()} rows so far, {dict(skipped)}", file=sys.stderr)
 
 
 def iter_rows(path, start: int = 0) -> Iterator[tuple[int, object]]:
-    """(number, row) from 1 on, without the first `start`: JSON lines (whatever the file is called),
-    one JSON list, parquet. A line that is no JSON comes as the ValueError that says so."""
+    """(number from 1, row) of JSON lines (not yet decoded), of one JSON list, or of parquet."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there: give a .jsonl, .json or .parquet file")
@@ -312,18 +296,242 @@ def iter_rows(path, start: int = 0) -> Iterator[tuple[int, object]]:
         rows = _parquet_rows(path)
     else:
         with open(path, "rb") as f:
-            head = f.read(256).lstrip()
-        rows = json.loads(path.read_bytes()) if head.startswith(b"[") else _json_lines(path)
+            is_list = f.read(256).lstrip().startswith(b"[")
+        rows = json.loads(path.read_bytes()) if is_list else open(path, "rb")
     for line, row in enumerate(rows, 1):
-        if line > start:
+        if line > start and not (isinstance(row, bytes) and row.isspace()):
             yield line, row
 
 
-def _json_lines(path):
-    with open(path, "rb") as f:
-        for line in f:
-            if line.strip():
-                try:
-                    yield json.loads(line)
-                except ValueError as e:
-                    yield ValueError(f"not JSON: {e}")
+def _parquet_rows(path):
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise OSError(
+            f"{path}: parquet needs pyarrow. pip install pyarrow, or, where pandas is, write JSON"
+            " lines: pandas.read_parquet(IN).to_json(OUT, orient='records', lines=True)"
+        ) from None
+    for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
+        yield from batch.to_pylist()
+
+
+def to_object(row) -> dict:
+    try:
+        row = json.loads(row) if isinstance(row, bytes) else row
+    except ValueError:
+        raise ValueError("not JSON") from None
+    if not isinstance(row, dict):
+        raise ValueError("not an object")
+    return row
+
+
+def to_problem(row, stem: str, line: int) -> Problem:
+    """A row of any known shape; what is wrong with it is a ValueError."""
+    row = to_object(row)
+    question = last_user_text(next((row[k] for k in QUESTION_FIELDS if row.get(k)), None))
+    if not (question := WRAPPERS.sub("", question).strip()):
+        raise ValueError("no question")
+    answer = next((row[k] for k in ANSWER_FIELDS if row.get(k) is not None), None)
+    if answer is None and isinstance(row.get("reward_model"), dict):  # DAPO
+        answer = row["reward_model"].get("ground_truth")
+    name = row.get("id", line)
+    name = name if isinstance(name, str) else f"{stem}-{name}"
+    source = row.get("source") or row.get("data_source") or stem
+    return Problem(name, question, answer_text(answer), str(source))
+
+
+def last_user_text(prompt) -> str:
+    """A text, or a chat, whose last user message it is (BFCL nests the chat once more)."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
+        prompt = prompt[0]
+    if isinstance(prompt, list):
+        users = [m for m in prompt if isinstance(m, dict) and m.get("role") == "user"]
+        prompt = users[-1].get("content") if users else None
+    return prompt if isinstance(prompt, str) else ""
+
+
+def answer_text(answer) -> str:
+    """25 -> "25", 27.0 -> "27", GSM8K's "... #### 1,234" -> "1,234"."""
+    if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
+        raise ValueError("no answer")
+    if isinstance(answer, float) and answer.is_integer():
+        answer = int(answer)
+    if not (text := str(answer).rpartition("####")[2].strip()):
+        raise ValueError("empty answer")
+    return text
+
+
+# ---- filters ----
+
+INTEGER = re.compile(r"[-+]?(\d+|\d{1,3}((,|\\[!,]|\{,\})+\s?\d{3})+)")
+PARTS = re.compile(r"(?:^|\s)\((a|i|1)\)\s[\s\S]+\s\((b|ii|2)\)\s")
+SEVERAL = re.compile(r"[;=]|\b(and|or)\b|,(?!(\\[!,])?\s?\d{3}(?!\d))", re.IGNORECASE)
+ARGUMENT = re.compile(
+    r"(?:^|[.,;:?!$]\s+)(?:then |now |and )?(prove|disprove|show|explain|justify|sketch)\b(?! me\b)",
+    re.IGNORECASE,
+)
+MARKED = re.compile(
+    r"(?:####|\\boxed\s*\{|\banswers?\s*(?:is|are|:|=)|\bans\.?\s*[:=])[\s$*({]*([-+]?\d[\d,]*)",
+    re.IGNORECASE,
+)
+# Each says whether a problem p goes; f holds thresholds and what is known. Duplicates come last:
+# only what passed everything else is noted, so a run can be continued from its output alone.
+FILTERS = {
+    "integer": lambda p, f: not INTEGER.fullmatch(p.answer.strip("$ ")),  # paper, all sources
+    "huge": lambda p, f: sum(map(str.isdigit, p.answer)) > f.max_digits,  # paper, Project Euler
+    "composite": lambda p, f: bool(PARTS.search(p.question) or SEVERAL.search(p.answer)),
+    "unverifiable": lambda p, f: bool(ARGUMENT.search(p.question)),  # both: OpenMathReasoning
+    "matched": lambda p, f: sum(f.samples.get(p.question, ())) < f.min_right,  # likewise
+    "solved": lambda p, f: all(f.samples.get(p.question, (0,))),  # paper, stage 3: 8 of 8
+    "overlap": lambda p, f: not f.grams.isdisjoint(grams(p.question, f.mask_numbers)),  # paper
+    "leak": lambda p, f: p.answer in MARKED.findall(p.question),  # ours: prints its own answer
+    "exact": lambda p, f: f.seen.get(near_key(p.question)) == digest(p.question),  # ours
+    "near": lambda p, f: near_key(p.question) in f.seen,  # ours: case, spacing, punctuation
+}
+SAVE_EVERY = 50_000  # rows
+EVERYWHERE = ("overlap", "leak", "exact", "near")
+RECIPE = {  # which filter meets which source; 17K + 93K + 937 problems become 42K in the paper
+    "dapo": ("integer", *EVERYWHERE),
+    "openmath": ("integer", "composite", "unverifiable", "matched", *EVERYWHERE),
+    "euler": ("integer", "huge", *EVERYWHERE),
+    "all": ("integer", "huge", "composite", "unverifiable", *EVERYWHERE),
+    "stage3": ("solved",),
+}
+
+
+@dataclass
+class Known:
+    """What filters know besides the problem."""
+
+    min_right: int = 2  # of 16 samples; paper
+    max_digits: int = 12  # ours, the paper is silent
+    mask_numbers: bool = False  # overlap with all numbers read as 0; ours
+    samples: dict = field(default_factory=dict)  # question -> 0 or 1 for each sampled answer
+    grams: set = field(default_factory=set)  # of the evaluation sets
+    seen: dict = field(default_factory=dict)  # near_key -> digest of what was kept; 0.1 KB a row
+
+
+def grams(text: str, mask_numbers: bool = False, n: int = 8):
+    """Runs of n words: ("if", "x", "12", ...); a shorter text is one run."""
+    words = re.findall(r"[^\W\d_]+|\d+", text.lower())
+    if mask_numbers:
+        words = ["0" if w.isdigit() else w for w in words]
+    return zip(*(words[i:] for i in range(n))) if len(words) > n else [tuple(words)]
+
+
+@lru_cache(maxsize=1)
+def near_key(text: str) -> int:
+    """Equal for texts that differ in case, spacing, punctuation, dollars, braces, \\left."""
+    text = re.sub(r"\\(left|right)\b|\\[,;:! ]", " ", text.lower())
+    return digest(" ".join(re.findall(r"[^\W\d_]+|\d+|[^\s$.,;:?\"'{}\\]", text)))
+
+
+def digest(text: str) -> int:
+    return int.from_bytes(sha256(text.encode(errors="replace")).digest()[:8], "big")
+
+
+def filter_files(paths, out, names, known: Known, config: dict, fresh: bool = False) -> dict:
+    """Streams problems through the filters into `out`. Where it stands is noted beside `out` every
+    SAVE_EVERY rows, and the same command goes on from there. Returns counts and examples by what
+    became of a row."""
+    part, saved = Path(f"{out}.part"), Path(f"{out}.state")
+    state = dict(config=config, file=0, line=0, bytes=0, counts={}, examples={}, skipped={})
+    if saved.exists() and not fresh:
+        state = json.loads(saved.read_text())
+        if state["config"] != config:
+            raise ValueError(f"{saved} is of a run with other arguments: give those, or --fresh")
+        os.truncate(part, state["bytes"])
+        for _, p in iter_problems(part, Counter()):
+            known.seen[near_key(p.question)] = digest(p.question)
+    counts, skipped = Counter(state["counts"]), Counter(state["skipped"])
+    bar = tqdm(desc="filter", unit=" rows", initial=counts.total(), mininterval=0.5)
+    with open(part, "ab" if state["bytes"] else "wb") as f:
+        for i in range(state["file"], len(paths)):
+            start = state["line"] if i == state["file"] else 0
+            for line, p in iter_problems(paths[i], skipped, start):
+                became = next((name for name in names if FILTERS[name](p, known)), "kept")
+                counts[became] += 1
+                if became == "kept":
+                    known.seen[near_key(p.question)] = digest(p.question)
+                    f.write(json.dumps(asdict(p)).encode() + b"\n")
+                elif len(shown := state["examples"].setdefault(became, [])) < 3:
+                    shown.append(f"{p.id}: {p.question[:150]!r} -> {p.answer[:40]!r}")
+                bar.update()
+                if counts.total() % SAVE_EVERY == 0:
+                    f.flush()
+                    state |= dict(file=i, line=line, bytes=f.tell(), counts=counts, skipped=skipped)
+                    Path(f"{saved}.tmp").write_text(json.dumps(state))
+                    Path(f"{saved}.tmp").replace(saved)
+    bar.close()
+    part.replace(out)
+    saved.unlink(missing_ok=True)
+    return dict(counts=counts, skipped=skipped, examples=state["examples"])
+
+
+# ---- command line ----
+
+
+def filter_command(args) -> None:
+    names = args.filters.split(",") if args.filters else RECIPE[args.recipe]
+    if unknown := set(names) - set(FILTERS):
+        raise ValueError(f"unknown filters {sorted(unknown)}: choose from {', '.join(FILTERS)}")
+    if {"matched", "solved"} & set(names) and not args.samples:
+        raise ValueError("matched and solved need --samples FILE, which eval.py --out writes")
+    if args.out.exists() and not args.fresh:
+        raise ValueError(f"{args.out} is there already: move it away, or --fresh")
+    known = Known(args.min_right, args.max_digits, args.mask_numbers)
+    for p in (p for path in args.eval for p in read_problems(path)):
+        known.grams.update(grams(p.question, args.mask_numbers))
+    for row in (to_object(row) for path in args.samples for _, row in iter_rows(path)):
+        known.samples[row["question"]] = row["correct"]
+    config = {k: str(v) for k, v in vars(args).items() if k not in ("fresh", "run")}
+    result = filter_files(args.files, args.out, names, known, config, args.fresh)
+    for name in ("kept", *names):
+        print(f"{name:12s} {result['counts'][name]:10,d}")
+        for example in result["examples"].get(name, ()):
+            print(f"    {example}")
+    print(f"{'unreadable':12s} {result['skipped'].total():10,d}  {dict(result['skipped'])}")
+
+
+def show_command(args) -> None:
+    for path in args.files:
+        problems = read_problems(path)
+        lengths = sorted(len(p.question) for p in problems)
+        integers = sum(bool(INTEGER.fullmatch(p.answer)) for p in problems)
+        print(f"{path}: {len(problems):,} problems, {integers:,} with integer answers")
+        quantiles = [lengths[int(q * (len(lengths) - 1))] for q in (0, 0.5, 0.9, 1) if lengths]
+        print(f"  characters of the question, smallest, median, 90 %, largest: {quantiles}")
+        print(f"  sources: {dict(Counter(p.source for p in problems).most_common(5))}")
+        for p in problems[:: max(1, len(problems) // args.count)][: args.count]:
+            print(f"  [{p.id}] {p.question[:300]}\n      -> {p.answer}")
+
+
+def main() -> None:
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    commands = parser.add_subparsers(required=True)
+    add = commands.add_parser("filter", help="stream problem files through the filters")
+    add.add_argument("files", nargs="+", metavar="IN")
+    add.add_argument("--out", type=Path, required=True, help="JSON lines of what is kept")
+    add.add_argument("--recipe", choices=RECIPE, default="all", help="the filters of a source")
+    add.add_argument("--filters", help="instead of --recipe: " + ",".join(FILTERS))
+    add.add_argument("--eval", nargs="+", default=[], help="evaluation sets to stay away from")
+    add.add_argument("--samples", nargs="+", default=[], help="answers written by eval.py --out")
+    add.add_argument("--min-right", type=int, default=2, help="samples that match the label")
+    add.add_argument("--max-digits", type=int, default=12, help="a longer answer is huge")
+    add.add_argument("--mask-numbers", action="store_true", help="overlap whatever the numbers")
+    add.add_argument("--fresh", action="store_true", help="begin again, overwrite")
+    add.set_defaults(run=filter_command)
+    add = commands.add_parser("show", help="a few problems and statistics")
+    add.add_argument("files", nargs="+", metavar="FILE")
+    add.add_argument("--count", type=int, default=3)
+    add.set_defaults(run=show_command)
+    args = parser.parse_args()
+    try:
+        args.run(args)
+    except (ValueError, OSError) as e:
+        sys.exit(f"data.py: {e}")
+
+
+if __name__ == "__main__":
+    main()
