@@ -194,7 +194,7 @@ def select_groups(
             counts["made_equal"] += 1
             continue
         kept_groups.append(kept)
-    counts["kept_groups"] = len(kept_groups)
+    counts["kept"] = len(kept_groups)
     return kept_groups, counts
 
 
