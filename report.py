@@ -244,7 +244,8 @@ def traces(run: Path, most_files: int = 6) -> str:
     legend = (
         "<p>Who wrote it: <span class=prompt>prompt and separators</span>, "
         "<span class=forced>forced prefix</span>, <span class=model>the model (has loss)</span>, "
-        "<span class=tool>tool output</span>. <span class='tag kept'>kept</span> by resampling. Click one to open.</p>"
+        "<span class=tool>tool output</span>. <span class='tag kept'>kept</span> by resampling."
+        " Click one to open.</p>"
     )
     parts = [f"<h2>Trajectories</h2>{legend}"]
     for file in files:
