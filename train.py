@@ -767,7 +767,7 @@ def make_models(cfg: Config, ranks: Ranks) -> tuple[Model, Model, ModelConfig]:
     else:
         shape = SHAPES[cfg.preset]
         model = Model(shape).to(ranks.device)
-        init_weights(model, cfg.seed)
+        init_weights(model, cfg.seed, **toy.TOY_INIT)
     with torch.device(ranks.device):
         engine_model = Model(shape).to(dtype).eval()
     return shard(model, ranks, dtype), engine_model, shape
