@@ -301,7 +301,7 @@ def read_json(path: Path, text: bytes | None = None) -> dict:
         return dict(pairs)
 
     if text is None and not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: give a folder with config.json and safetensors")
+        raise FileNotFoundError(f"{path} is missing: give the folder of a model")
     text = path.read_bytes() if text is None else text
     try:
         fields = json.loads(text.decode(), object_pairs_hook=unique)
