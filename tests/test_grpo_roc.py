@@ -122,9 +122,7 @@ def test_weighted_draw_has_the_frequencies_of_drawing_without_replacement():
     assert count[0] / 20_000 == pytest.approx(0.8952, abs=0.008)
 
 
-@pytest.mark.parametrize(
-    "eps, expected", [(1e-6, 0.0), (1e-3, 0.09), (0.01, 0.71), (0.1, 2.7)]
-)
+@pytest.mark.parametrize("eps, expected", [(1e-6, 0.0), (1e-3, 0.09), (0.01, 0.71), (0.1, 2.7)])
 def test_roc_eps_decides_how_many_penalised_ones_survive(eps, expected):
     """10 drawn from 10 clean correct ones and 10 with penalty 0.3, and 20 failures: K = 20."""
     penalties = [0.0] * 10 + [0.3] * 10 + [0.0] * 20
@@ -369,4 +367,3 @@ def test_imports_go_downward_only():
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
             for other in set(names) & set(layer):
                 assert layer[other] < layer[name], f"{name} imports {other}"
-
