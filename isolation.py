@@ -20,9 +20,11 @@ interpreter in /root). Outside Linux there is nothing but resource limits.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
+import resource
 import struct
 import sys
 from pathlib import Path
@@ -65,6 +67,7 @@ socketpair 53 199, prctl 157 167
 ARCHITECTURES = {"x86_64": (0xC000003E, 1), "aarch64": (0xC00000B7, 2)}  # (audit number, column)
 # From 424 on numbers are the same everywhere and nearly all are ways out (io_uring, pidfd, mount
 # calls): "no such call", as an old kernel says; but close_range, openat2, faccessat2, epoll_pwait2.
+SELF = 0x7FFFFFFF  # stands for the process's own id in a filter
 FIRST_COMMON, COMMON_KNOWN = 424, (436, 437, 439, 441)
 
 
@@ -86,7 +89,7 @@ def seccomp_program() -> bytes:
     allow, refuse, unknown, kill = map(give, (0x7FFF0000, 0x50001, 0x50026, 0x80000000))
     load = lambda at: (0x20, 0, 0, at)
     equal = lambda value, yes, no: (0x15, yes, no, value)
-    to_self = [load(16), equal(os.getpid(), 1, 0), equal(0, 0, 1), *allow, *refuse]
+    to_self = [load(16), equal(SELF, 1, 0), equal(0, 0, 1), *allow, *refuse]
     rules = dict.fromkeys(("kill", "tgkill", "prlimit64", "sched_setaffinity"), to_self)
     rules["clone"] = [load(16), (0x45, 0, 1, 0x10000), *allow, *refuse]  # threads only
     # streams only: asyncio wants one, a datagram socket could send to any path
@@ -105,6 +108,7 @@ def seccomp_program() -> bytes:
 
 
 def apply_seccomp(program: bytes) -> None:
+    program = program.replace(struct.pack("<I", SELF), struct.pack("<I", os.getpid()))
     buffer = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
     libc("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -143,6 +147,14 @@ def apply_landlock(ruleset: int) -> None:
     libc("syscall", 446, ruleset, 0)
 
 
+def limit_resources(memory: int, disk: int) -> None:
+    """Soft = hard: raising one again takes a capability."""
+    limits = {"AS": memory, "FSIZE": disk, "NOFILE": 64, "CORE": 0}
+    for name, value in limits.items():
+        with contextlib.suppress(ValueError):  # macOS knows no RLIMIT_AS
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+
+
 def drop_capabilities() -> None:
     libc("capset", struct.pack("<II", 0x20080522, 0), bytes(24))
 
@@ -168,6 +180,7 @@ def mount_tmpfs(path: str, size: int, files: int) -> None:
 
 def build_view(root: str, home: str) -> None:
     """Where there is no Landlock: under `root` a tree of read-only mounts to chroot into."""
+    os.makedirs(root)
     mount_tmpfs(root, 1 << 20, 10_000)
     os.makedirs(root + home)
     for path in readable_paths():

@@ -51,7 +51,6 @@ import types
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import isolation
 from isolation import libc
@@ -62,6 +61,9 @@ NUM_CORES = len(os.sched_getaffinity(0)) if LINUX else os.cpu_count()
 PROGRAM = "<tool>"  # file name of a call's code in its tracebacks
 OUT_OF_MEMORY = 77  # exit status by which a child reports a MemoryError
 MAX_MESSAGE, MAX_UNREAD, MAX_OUTPUT = 64 << 20, 256 << 20, 16 << 20  # bytes
+ENVIRONMENT = """PATH=/usr/local/bin:/usr/bin:/bin LANG=C.UTF-8 PYTHONUTF8=1 PYTHONHASHSEED=0
+    OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1
+    PYTHONMALLOC=malloc GLIBC_TUNABLES=glibc.malloc.hugetlb=1"""
 TICK = 0.05  # seconds between two looks at a running child
 
 
@@ -98,51 +100,15 @@ def read_message(descriptor: int) -> dict | None:
 
 
 def check_request(message: dict) -> dict:
-    """ValueError, TypeError or KeyError for anything but a call."""
-    code = message["code"] if message["kind"] == "check" else [message["code"]]
-    if not all(isinstance(text, str) for text in [*code, message["stdin"]]):
-        raise ValueError("a call wants text: code and stdin, or answer and gold")
+    """Raises TypeError, ValueError or KeyError for anything but a call."""
+    if not all(isinstance(text, str) for text in [*message["code"], message["stdin"]]):
+        raise TypeError("a call is made of texts: code and stdin, or answer and gold")
     if not 0 < message["seconds"] < 1e6:
         raise ValueError(f"seconds must be positive, got {message['seconds']}")
     return message
 
 
 # ---- the child: one call ----
-
-
-def lock_down(zygote: Zygote, descriptors: list[int]) -> None:
-    """All that a child gives up, while it still may. Keeps stdin, stdout, stderr and a pipe's end:
-    `descriptors`, which become 0 to 3."""
-    on, limits, home = zygote.on, zygote.settings, zygote.home
-    os.setsid()
-    for number, descriptor in enumerate(descriptors):
-        os.dup2(descriptor, number)
-    if LINUX:
-        libc("prctl", isolation.PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        with contextlib.suppress(OSError):  # the first to go when memory is short
-            Path("/proc/self/oom_score_adj").write_text("1000")
-    if zygote.view:
-        os.chroot(zygote.view)
-    os.chdir(home)
-    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)
-    sys.stdout = sys.__stdout__ = open(1, "w", 1, "utf-8", closefd=False)  # lines: kept at time-out
-    sys.stderr = sys.__stderr__ = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)
-    os.environ.clear()
-    os.environ.update(PATH="/usr/bin:/bin", LANG="C.UTF-8", HOME=home, TMPDIR=home)
-    tempfile.tempdir, sys.argv[:], sys.path[:0] = None, [""], [""]
-    random.seed(0)
-    if on["landlock"]:
-        isolation.apply_landlock(zygote.ruleset)
-    os.closerange(4, 1 << 16)
-    if on["limits"]:
-        values = {"AS": limits["memory"], "FSIZE": limits["disk"], "NOFILE": 64, "CORE": 0}
-        for name, value in (values if on["seccomp"] else {**values, "NPROC": 0}).items():
-            with contextlib.suppress(ValueError):  # macOS knows no RLIMIT_AS
-                resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
-    if on["capabilities"]:
-        isolation.drop_capabilities()
-    if on["seccomp"]:
-        isolation.apply_seccomp(isolation.seccomp_program())
 
 
 def child_main() -> int:
@@ -156,7 +122,7 @@ def child_main() -> int:
     if call["kind"] == "check":
         print(int(reward.is_equivalent(*call["code"])), end="", flush=True)
         return 0
-    return run_program(call["code"])
+    return run_program(*call["code"])
 
 
 def run_program(source: str) -> int:
@@ -189,14 +155,16 @@ def execute(source: str, names: dict) -> None:
 
 def show_error(error: BaseException, names: dict) -> int:
     """Prints what the program should know of its error; returns the exit status."""
-    if isinstance(error, SystemExit) and isinstance(error.code, int | None):
+    if isinstance(error, SystemExit) and isinstance(error.code, (int, type(None))):
         return int(bool(error.code))
     if isinstance(error, MemoryError):
         traceback.clear_frames(error.__traceback__)
         names.clear()
-    text = f"{error.code}\n" if isinstance(error, SystemExit) else own_lines(error)
-    with contextlib.suppress(Exception):
+    try:
+        text = f"{error.code}\n" if isinstance(error, SystemExit) else own_lines(error)
         sys.stdout.flush()
+    except Exception:  # it cannot be shown, there is no memory, ...
+        text = f"{type(error).__name__}\n"
     with open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False) as stderr:
         stderr.write(text)
     return OUT_OF_MEMORY if isinstance(error, MemoryError) else 1
@@ -204,20 +172,14 @@ def show_error(error: BaseException, names: dict) -> int:
 
 def own_lines(error: BaseException) -> str:
     """A traceback of the program's own lines, without folders of ours."""
-
-    def strip(part):
+    trace = traceback.TracebackException.from_exception(error)
+    parts = [trace]
+    for part in parts:  # and those that it is linked to
         frames = [frame for frame in part.stack or () if frame.filename == PROGRAM]
         part.stack = traceback.StackSummary.from_list(frames) if frames else None
         inner = getattr(part, "exceptions", None) or ()  # of an ExceptionGroup
-        for linked in filter(None, (part.__cause__, part.__context__, *inner)):
-            strip(linked)
-
-    try:
-        trace = traceback.TracebackException.from_exception(error)
-        strip(trace)
-        text = "".join(trace.format())
-    except Exception:  # it cannot be shown, there is no memory, ...
-        text = f"{type(error).__name__}\n"
+        parts += filter(None, (part.__cause__, part.__context__, *inner))
+    text = "".join(trace.format())
     for folder in sorted(filter(None, sys.path), key=len, reverse=True):
         text = text.replace(folder + "/", "")
     return text
@@ -230,7 +192,7 @@ def own_lines(error: BaseException) -> str:
 class Child:
     pid: int
     wake: int  # a pipe's end: closing it starts the call; -1: closed
-    files: list[BinaryIO]  # its stdin, stdout, stderr
+    files: list[int]  # its stdin, stdout, stderr
     pidfd: int
 
 
@@ -241,10 +203,11 @@ class Zygote:
         self.settings, self.pool = settings, pool
         self.view = self.ruleset = self.own_pid_namespace = None
         self.folder = os.path.join(settings["folder"], f"w{settings['index']}")
-        self.home = self.private = self.folder  # as the child knows it, as we do
+        self.home = self.private = os.path.join(self.folder, "home")  # to the child, to us
         os.makedirs(self.folder, exist_ok=True)
         self.why = isolation.probe(self.folder, settings["off"])
         self.on = {name: not why for name, why in self.why.items()}
+        self.filter = isolation.seccomp_program() if self.on["seccomp"] else b""
         self.prepare()
 
     def prepare(self) -> None:
@@ -267,26 +230,28 @@ class Zygote:
         if flags := isolation.NEW_NET * self.on["net"] | isolation.NEW_MOUNT * self.on["mount"]:
             isolation.enter_namespaces(flags)
         if self.on["mount"]:
-            covers = lambda place: any(p.startswith(place) for p in isolation.readable_paths())
-            places = [p for p in ("/tmp", "/mnt", "/srv") if os.path.isdir(p) and not covers(p)]
-            self.home = self.private = (places + [self.folder])[0]
+            reads = isolation.readable_paths()
+            free = lambda p: os.path.isdir(p) and not any(r.startswith(p) for r in reads)
+            place = next(filter(free, ("/tmp", "/mnt", "/srv")), self.home)
+            os.makedirs(place, exist_ok=True)
+            self.home = self.private = place
             if not self.on["landlock"]:
-                self.view = self.folder
+                self.view = os.path.join(self.folder, "view")
                 isolation.build_view(self.view, self.home)
                 self.private = self.view + self.home
         self.renew()
 
     def renew(self) -> None:
         """An empty private directory. A Landlock rule is about an inode, so it is new as well."""
-        if self.on["mount"]:
+        if mounted := self.on["mount"]:
             isolation.mount_tmpfs(self.private, self.settings["disk"], self.settings["files"])
         if self.on["landlock"]:
             if self.ruleset:
                 os.close(self.ruleset)
-            self.ruleset = isolation.landlock_ruleset(self.private)
+            self.ruleset = isolation.landlock_ruleset(self.private if mounted else self.folder)
 
     def run(self) -> None:
-        preload(self.settings["preload"])
+        preload(self.settings["preload"], self.home)
         child, message = self.fork_ahead(), {"layers": isolation.guarantees(self.why)}
         while True:
             with contextlib.suppress(BrokenPipeError):
@@ -307,14 +272,13 @@ class Zygote:
         files = [new_file() for _ in range(3)]
         sleeper, wake = os.pipe()
         if not self.on["mount"]:
-            self.home = os.path.join(self.folder, "home")
             os.mkdir(self.home, 0o700)
         if self.on["pid"]:
             libc("unshare", isolation.NEW_PID)
         if (pid := os.fork()) == 0:
             status = 1
             try:
-                lock_down(self, [*(file.fileno() for file in files), sleeper])
+                self.lock_down([*files, sleeper])
                 status = child_main()
             except BaseException:
                 traceback.print_exc()
@@ -325,6 +289,30 @@ class Zygote:
         os.close(sleeper)
         return Child(pid, wake, files, os.pidfd_open(pid) if LINUX else -1)
 
+    def lock_down(self, descriptors: list[int]) -> None:
+        """All that a child gives up, in the order in which it still can. `descriptors` (stdin,
+        stdout, stderr, the end of a pipe) become 0 to 3; there are no others."""
+        if LINUX:
+            libc("prctl", isolation.PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            with contextlib.suppress(OSError):  # the first to go when memory is short
+                Path("/proc/self/oom_score_adj").write_text("1000")
+        if self.view:
+            os.chroot(self.view)
+        os.chdir(self.home)
+        if self.on["landlock"]:
+            isolation.apply_landlock(self.ruleset)
+        os.setsid()
+        for number, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, number)
+        os.closerange(len(descriptors), 1 << 16)
+        random.seed(0)
+        if self.on["limits"]:
+            isolation.limit_resources(self.settings["memory"], self.settings["disk"])
+        if self.on["capabilities"]:
+            isolation.drop_capabilities()
+        if self.on["seccomp"]:
+            isolation.apply_seccomp(self.filter)
+
     def serve(self, child: Child, call: dict) -> ToolResult:
         """Feeds a call to its child and watches the process to its end."""
         seconds, cause, poll = call["seconds"], "", select.poll()
@@ -333,8 +321,7 @@ class Zygote:
             poll.register(descriptor, select.POLLIN)
         start_cpu, start = cpu_clock(child.pid), time.monotonic()
         cpu, asleep, looked, looked_cpu = 0.0, 0.0, start, 0.0
-        stdin.write(pack(call) + call["stdin"].encode("utf-8", "replace"))
-        stdin.seek(0)
+        write_all(stdin, pack(call) + call["stdin"].encode("utf-8", "replace"))
         os.close(child.wake)
         child.wake = -1
         while not cause:
@@ -365,10 +352,8 @@ class Zygote:
 
     def clean(self, child: Child) -> None:
         """Leaves nothing of a call: descriptors, files."""
-        for descriptor in {child.wake, child.pidfd} - {-1}:
+        for descriptor in {child.wake, child.pidfd, *child.files} - {-1}:
             os.close(descriptor)
-        for file in child.files:
-            file.close()
         if self.on["mount"]:
             if os.listdir(self.private):
                 libc("umount2", os.fsencode(self.private), isolation.MNT_DETACH)
@@ -381,37 +366,42 @@ class Zygote:
                     subprocess.run([*command, self.home], stderr=subprocess.DEVNULL)
 
 
-def verdict(code: int, late: bool, files: list[BinaryIO]) -> str:
+def verdict(code: int, late: bool, files: list[int]) -> str:
     """Status of a call that ended by itself, with this exit code (negative: a signal)."""
-    _, stdout, stderr = files
-    if code and not size_of(stderr):
+    stdout, stderr = map(size_of, files[1:])
+    if code and not stderr:
         why = f"exit status {code}" if code > 0 else f"ended by {signal.Signals(-code).name}"
-        os.pwrite(stderr.fileno(), why.encode(), 0)
-    if late:
+        os.write(files[2], why.encode())
+    if late or code == -signal.SIGXCPU:
         return "timeout"
-    if max(size_of(stdout), size_of(stderr)) > MAX_OUTPUT:
+    if max(stdout, stderr) > MAX_OUTPUT:
         return "output"
-    if code == 0:
-        return "ok" if size_of(stdout) else "empty"
-    # SIGKILL, and not by us: the kernel had no memory left
-    return "memory" if code in (OUT_OF_MEMORY, -signal.SIGKILL) else "error"
+    if code in (OUT_OF_MEMORY, -signal.SIGKILL):  # killed, but not by us: no memory left
+        return "memory"
+    return "error" if code else "ok" if stdout else "empty"
 
 
-def new_file() -> BinaryIO:
-    """A file without a name, which a child can fill without anybody reading at the other end."""
-    return open(os.memfd_create(""), "w+b", 0) if LINUX else tempfile.TemporaryFile(buffering=0)
+def new_file() -> int:
+    """A file without a name: a child fills it without anybody reading at the other end."""
+    return os.memfd_create("") if LINUX else os.dup(tempfile.TemporaryFile().fileno())
 
 
-def size_of(file: BinaryIO) -> int:
-    return os.fstat(file.fileno()).st_size
+def size_of(file: int) -> int:
+    return os.fstat(file).st_size
 
 
-def cut(file: BinaryIO, limit: int) -> str:
+def write_all(file: int, data: bytes) -> None:
+    with open(file, "wb", closefd=False) as stream:
+        stream.write(data)
+        stream.seek(0)
+
+
+def cut(file: int, limit: int) -> str:
     """Its text; of one that is too long head and tail, with a marker between."""
     size = size_of(file)
     if size <= limit:
-        return os.pread(file.fileno(), limit, 0).decode("utf-8", "replace")
-    head, tail = (os.pread(file.fileno(), limit // 2, at) for at in (0, size - limit // 2))
+        return os.pread(file, limit, 0).decode("utf-8", "replace")
+    head, tail = (os.pread(file, limit // 2, at) for at in (0, size - limit // 2))
     marker = f"\n... {size - limit} bytes left out ...\n".encode()
     return (head + marker + tail).decode("utf-8", "replace")
 
@@ -446,16 +436,22 @@ def end_children(spare: tuple[int, ...] = (), patience: float = 2.0) -> None:
                 time.sleep(0.001)
 
 
-def preload(names: list[str]) -> None:
-    """Imports what calls will want; every child then has it for nothing."""
+def preload(names: list[str], home: str) -> None:
+    """Makes what every child then has for nothing: imported packages, the checker, the state of a
+    fresh interpreter."""
     for name in names:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    path = Path(HERE).with_name("reward.py")
-    if names and path.exists():
-        spec = importlib.util.spec_from_file_location("reward", path)
+    if names:
+        spec = importlib.util.spec_from_file_location("reward", Path(HERE).with_name("reward.py"))
         sys.modules["reward"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules["reward"])
+    os.environ.clear()
+    os.environ.update(PATH="/usr/bin:/bin", LANG="C.UTF-8", HOME=home, TMPDIR=home)
+    tempfile.tempdir, sys.argv[:], sys.path[:0] = None, [""], [""]
+    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)
+    sys.stdout = sys.__stdout__ = open(1, "w", 1, "utf-8", closefd=False)  # lines: kept at time-out
+    sys.stderr = sys.__stderr__ = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
     if "sympy" in sys.modules:
@@ -484,14 +480,18 @@ class Pool:
         self.layers = asyncio.get_running_loop().create_future()
         self.processes: dict[int, subprocess.Popen] = {}  # by the zygote's index
 
-    async def serve_client(self, reader, writer, known: bool = False) -> None:
+    async def serve_client(self, reader, writer) -> None:
         """Queues a client's calls until it leaves; who breaks the protocol is cut off."""
         writer.transport.set_write_buffer_limits(MAX_UNREAD)
+        sock = writer.get_extra_info("socket")
         try:
-            if not known:
-                secret, right = (await receive(reader))["secret"], self.settings["secret"]
-                if peer_uid(writer) != os.getuid() or not secrets.compare_digest(secret, right):
-                    raise ValueError("neither the same user nor a rank of this job")
+            secret = (await receive(reader))["secret"]
+            if not secrets.compare_digest(secret, self.settings["secret"]):
+                raise ValueError("not of this job")
+            if LINUX and sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[4:8] != (
+                struct.pack("i", os.getuid())
+            ):
+                raise ValueError("another user")
             while True:
                 message = await receive(reader)
                 if "layers" in message:
@@ -507,7 +507,10 @@ class Pool:
         once more, then lost. Ends if zygotes do not come up."""
         request, client, tries, failures = None, None, 0, 0
         while failures < 3:
-            reader, writer = await self.start_zygote(index)
+            ours, theirs = socket.socketpair()
+            self.processes[index] = spawn("--zygote", theirs)
+            reader, writer = await asyncio.open_connection(sock=ours)
+            writer.write(pack({**self.settings, "index": index, "pool": os.getpid()}))
             try:
                 failures += 1
                 self.tell((await receive(reader))["layers"])
@@ -543,13 +546,6 @@ class Pool:
             if off and not self.settings["off"]:
                 print(f"sandbox: NOT GUARANTEED here: {', '.join(off)}", file=sys.stderr)
 
-    async def start_zygote(self, index: int):
-        ours, theirs = socket.socketpair()
-        self.processes[index] = spawn("--zygote", theirs)
-        reader, writer = await asyncio.open_connection(sock=ours)
-        writer.write(pack({**self.settings, "index": index, "pool": os.getpid()}))
-        return reader, writer
-
     def end_zygote(self, index: int) -> None:
         process = self.processes.pop(index)
         process.kill()
@@ -565,13 +561,6 @@ async def receive(reader: asyncio.StreamReader) -> dict:
     return json.loads(await reader.readexactly(size))
 
 
-def peer_uid(writer: asyncio.StreamWriter) -> int:
-    if not hasattr(socket, "SO_PEERCRED"):
-        return os.getuid()  # the directory's mode has to do
-    sock = writer.get_extra_info("socket")
-    return struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
-
-
 async def run_pool(owner: socket.socket, listener: socket.socket) -> None:
     """Until the owner's end of its socket closes, or the owner is no longer our parent."""
     parent = os.getppid()
@@ -582,7 +571,7 @@ async def run_pool(owner: socket.socket, listener: socket.socket) -> None:
             libc("personality", isolation.NO_RANDOMIZE)
     streams = await asyncio.open_connection(sock=owner)
     await asyncio.start_unix_server(pool.serve_client, sock=listener)
-    tasks = [asyncio.create_task(pool.serve_client(*streams, known=True))]
+    tasks = [asyncio.create_task(pool.serve_client(*streams))]
     tasks += [asyncio.create_task(pool.serve_worker(n)) for n in range(pool.settings["workers"])]
     while os.getppid() == parent and not any(task.done() for task in tasks):
         await asyncio.wait(tasks, timeout=1, return_when=asyncio.FIRST_COMPLETED)
@@ -599,11 +588,8 @@ async def run_pool(owner: socket.socket, listener: socket.socket) -> None:
 def spawn(mode: str, *sockets: socket.socket) -> subprocess.Popen:
     """Starts a process of ours by exec: a fork of one with threads may hang. Its environment is
     clean, since /proc shows it. malloc with huge pages makes forks cheap."""
-    environment = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
+    environment = dict(pair.split("=", 1) for pair in ENVIRONMENT.split())
     environment |= {k: v for k, v in os.environ.items() if k == "LD_LIBRARY_PATH"}
-    environment |= {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONUTF8": "1"}
-    environment |= {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
-    environment |= {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     quiet = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
     numbers = [s.fileno() for s in sockets]
     command = [sys.executable, "-s", HERE, mode, *map(str, numbers)]
@@ -620,23 +606,23 @@ class SandboxClient:
     """A connection to a pool on this machine, for one thread at a time."""
 
     def __init__(self, address: str, secret: str):
-        self.address, self.secret = address, secret
         sock = socket.socket(socket.AF_UNIX)
         sock.connect(address)
-        self.use(sock)
-        self.send({"secret": secret})
+        self.use(sock, address, secret)
 
-    def use(self, sock: socket.socket) -> None:
-        self.sock, self.ended = sock, False
+    def use(self, sock: socket.socket, address: str, secret: str) -> None:
+        self.sock, self.address, self.secret = sock, address, secret
+        self.ended = False
         self.handles = itertools.count()
         self.unanswered: set[int] = set()
         self.answered: dict[int, ToolResult] = {}
         self.news: list[int] = []  # answered, and ready() has not said so
         self.known_layers: dict | None = None
+        self.send({"secret": secret})
 
     def submit(self, code: str, stdin: str = "", seconds: float = 4.0, urgent: bool = False) -> int:
         """Hands in a program and returns its handle at once."""
-        return self.call(kind="run", code=code, stdin=stdin, seconds=seconds, urgent=urgent)
+        return self.call(kind="run", code=[code], stdin=stdin, seconds=seconds, urgent=urgent)
 
     def submit_check(self, answer: str, gold: str, seconds: float = 4.0, urgent=True) -> int:
         """Hands in an answer check (`reward.is_equivalent`); its stdout will be "1" or "0"."""
@@ -748,22 +734,21 @@ class Sandbox(SandboxClient):
         output: int = 1 << 16,  # bytes kept of stdout, and of stderr
         off: tuple[str, ...] = (),  # mechanisms left out, for tests and benchmarks
     ):
-        if unknown := set(require) - isolation.LAYERS.keys():
-            raise ValueError(f"require={sorted(unknown)}: known are {', '.join(isolation.LAYERS)}")
         place = tempfile.gettempdir()  # a socket's address has room for 107 bytes
         self.folder = tempfile.mkdtemp(prefix="sandbox-", dir=place if len(place) < 80 else "/tmp")
-        self.address = os.path.join(self.folder, "socket")
-        self.secret = secrets.token_hex(16)
+        address, secret = os.path.join(self.folder, "socket"), secrets.token_hex(16)
         listener = socket.socket(socket.AF_UNIX)
-        listener.bind(self.address)
+        listener.bind(address)
         listener.listen(128)
         ours, theirs = socket.socketpair()
         self.process = spawn("--pool", theirs, listener)
-        self.use(ours)
-        settings = dict(folder=self.folder, secret=self.secret, workers=workers, preload=preload)
+        settings = dict(folder=self.folder, secret=secret, workers=workers, preload=preload)
         settings |= dict(memory=memory, disk=disk, files=files, output=output, off=off)
-        self.send({**settings, "path": [p for p in sys.path if p.endswith("-packages")]})
-        missing = {name: self.layers()[name][1] for name in require if not self.layers()[name][0]}
+        settings["path"] = [p for p in sys.path if p.endswith("-packages")]
+        ours.sendall(pack(settings))
+        self.use(ours, address, secret)
+        layers = self.layers() if require else {}
+        missing = {n: why for n in require for on, why in [layers.get(n, (0, "unknown"))] if not on}
         if missing:
             self.close()
             raise RuntimeError(f"the sandbox cannot guarantee {missing}; see sandbox.py --check")
@@ -778,23 +763,16 @@ class Sandbox(SandboxClient):
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def check() -> int:
-    """Prints the layers and runs the hostile suite; 1 if something passed that should not."""
-    suite = Path(HERE).with_name("tests") / "sandbox_hostile.py"
-    with Sandbox() as box:
-        for name, (on, reason) in box.layers().items():
-            print(f"{name:10} {'on ' if on else 'OFF'}  {reason}")
-    sys.path.insert(0, str(suite.parent))
-    return importlib.import_module("sandbox_hostile").main()
-
-
 def main(mode: str = "", *numbers: str) -> int | None:
     sockets = [socket.socket(fileno=int(number)) for number in numbers]
     if mode == "--pool":
         return asyncio.run(run_pool(*sockets))
     if mode == "--zygote":
         return run_zygote(*sockets)
-    return check() if mode == "--check" else print(__doc__)
+    if mode == "--check":
+        sys.path.insert(0, os.path.join(os.path.dirname(HERE), "tests"))
+        return importlib.import_module("sandbox_hostile").main()
+    return print(__doc__)
 
 
 if __name__ == "__main__":
