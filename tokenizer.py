@@ -263,7 +263,7 @@ def learn_merges(words: dict[str, int], vocab_size: int) -> tuple[dict, list[tup
                 places[changed].add(i)
             sequences[i] = new
         merges.append(pair)
-        vocab.setdefault("".join(pair), len(vocab))  # a + bc and ab + c make the same token
+        vocab["".join(pair)] = len(vocab)
         for changed, change in changes.items():
             pair_counts[changed] += change
             if change and pair_counts[changed] > 0:

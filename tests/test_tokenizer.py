@@ -357,13 +357,17 @@ def test_decoding_equals_the_tokenizers_package_on_random_ids(tmp_path):
         assert tok.decode(ids) == oracle.decode(ids, skip_special_tokens=False), ids
 
 
-def test_the_split_equals_the_pattern_on_every_block_of_unicode():
-    """Each character that this Python's Unicode tables know, three times in a text."""
+def test_the_split_equals_the_pattern_on_every_character_of_unicode():
+    """Each that this Python's tables know, beside each kind of character; of plain letters (Lo,
+    the many) one in twenty and those at the ends of a run."""
     hf = pytest.importorskip("tokenizers", reason="parity: the tokenizers package is not here")
     oracle = hf.pre_tokenizers.Split(hf.Regex(tokenizer.QWEN_PATTERN), "isolated")
-    known = [chr(c) for c in range(0x323B0) if tokenizer.category(chr(c)) not in ("Cn", "Cs")]
+    kinds = [tokenizer.category(chr(c)) for c in range(0x323B0)]
+    known = [chr(c) for c, kind in enumerate(kinds) if kind not in ("Cn", "Cs")
+             and not (kinds[c - 1 : c + 2] == ["Lo"] * 3 and c % 20)]  # fmt: skip
     for start in range(0, len(known), 1000):
-        text = "".join(f"a{char}b {char}{char} 1{char}\n" for char in known[start : start + 1000])
+        chars = known[start : start + 1000]
+        text = "".join(f"a{c}b {c}{c} 1{c}\n.{c}b{c} {c}.{c}\r\n'{c} I'{c}e" for c in chars)
         expected = [piece for piece, _ in oracle.pre_tokenize_str(text)]
         assert tokenizer.split_words(text, "qwen") == expected, hex(ord(known[start]))
 
