@@ -13,7 +13,7 @@ Face `tokenizer.json` (Qwen2.5, Qwen3, what `save` wrote). Stages of `encode`:
                    "none": no words; merges may cross spaces, so a fixed phrase is few tokens (toy)
     merges         word by word, and remembered; a lone surrogate, not in UTF-8, becomes "?"
 
-Letters and numbers are those of this Python's `unicodedata`; a newer character is neither.
+Letters and numbers are those that this Python's Unicode knows. Not here: offsets, padding, unigram.
 
 Rendering (paper section 2.1, figures 2-3). A trajectory is ChatML; mask 1 is what the model wrote:
 
