@@ -25,6 +25,7 @@ import functools
 import hashlib
 import io
 import json
+import linecache
 import math
 import random
 import traceback
@@ -188,9 +189,10 @@ def make_call(code: str) -> tuple[str, str]:
 @functools.lru_cache(maxsize=50_000)
 def tool_response(code: str) -> str:
     out, error = io.StringIO(), ""
+    linecache.cache["<tool>"] = (len(code), None, code.splitlines(True), "<tool>")  # traceback's
     try:
         with contextlib.redirect_stdout(out):
-            exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
+            exec(compile(code, "<tool>", "exec"), {"__name__": "__main__"})
     except Exception:
         error = traceback.format_exc()
     result = SimpleNamespace(status="error" if error else "ok", stdout=out.getvalue(), stderr=error)
@@ -200,9 +202,9 @@ def tool_response(code: str) -> str:
 def malformed_response(block: str) -> str:
     """What rollout answers to a call whose JSON is cut."""
     try:
-        json.JSONDecoder().raw_decode(block.removeprefix("<tool_call>\n"))
+        json.loads(block.removeprefix("<tool_call>").removesuffix("</tool_call>").strip())
     except json.JSONDecodeError as e:
-        return f"JSONDecodeError: {e.msg} at character {e.pos} of the call"
+        return str(e)
     raise AssertionError(f"this call is not malformed: {block}")
 
 
