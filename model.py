@@ -34,10 +34,12 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels import add_rmsnorm, rmsnorm, rotary, token_logprobs
 
-try:  # torch >= 2.12, half precision on a GPU
+try:  # torch 2.13; an older one that has it but not with fewer KV heads goes without
     from torch.nn.attention.varlen import varlen_attn
+
+    HAS_VARLEN = "enable_gqa" in (varlen_attn.__kwdefaults__ or {})
 except ImportError:
-    varlen_attn = None
+    HAS_VARLEN = False
 
 
 @dataclass(frozen=True)
@@ -201,33 +203,21 @@ def init_weights(model: Model, seed: int, embedding_std: float = 0.2, std: float
 def packed_attention(cu_seqlens: Tensor):
     """cu_seqlens (S + 1,) int32, borders of the segments -> attend, causal inside each segment.
 
-    One SDPA call for segments of about one length, padded to the longest; exact, since pads stand
-    behind the last token and causal attention never looks ahead. (A block-diagonal mask over all
-    of T costs 29 times as much.) On a GPU in half precision: torch's variable-length attention.
+    One SDPA call a segment (a block-diagonal mask over all of T costs 29 times as much, padding to
+    one length saves nothing); on a GPU in half precision torch's variable-length attention.
     """
-    lengths, groups = cu_seqlens.diff().tolist(), []
-    for segment in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if not groups or lengths[segment] > 1.15 * lengths[groups[-1][0]]:
-            groups.append([])
-        groups[-1].append(segment)
-    places = []  # of each group: (token of each place, whether it is real), (segments, longest)
-    for group in groups:
-        starts, ends = cu_seqlens[group, None].long(), cu_seqlens[1:][group, None]
-        tokens = starts + torch.arange(lengths[group[-1]], device=cu_seqlens.device)
-        places.append((torch.where(tokens < ends, tokens, starts), tokens < ends))
-    order = torch.cat([tokens[real] for tokens, real in places]).argsort()  # packed order again
+    lengths = cu_seqlens.diff().tolist()
 
     def attend(layer, q, k, v):
-        if varlen_attn and q.is_cuda and q.dtype != torch.float32:
+        if HAS_VARLEN and q.is_cuda and q.dtype != torch.float32:
             shared = cu_seqlens, cu_seqlens, max(lengths), max(lengths)
             return varlen_attn(q, k, v, *shared, window_size=(-1, 0), enable_gqa=True)
-        outs = []
-        for tokens, real in places:
-            qkv = (x.index_select(0, tokens.flatten()) for x in (q, k, v))
-            qkv = (x.unflatten(0, tokens.shape).transpose(1, 2) for x in qkv)  # (., H, ., D)
-            out = F.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
-            outs.append(out.transpose(1, 2)[real])
-        return torch.cat(outs).index_select(0, order)  # (T, H, D)
+        heads_first = (x.transpose(0, 1)[None].split(lengths, dim=2) for x in (q, k, v))
+        outs = [
+            F.scaled_dot_product_attention(*segment, is_causal=True, enable_gqa=True)
+            for segment in zip(*heads_first)
+        ]
+        return torch.cat(outs, dim=2)[0].transpose(0, 1)  # (T, H, D)
 
     return attend
 
