@@ -99,14 +99,12 @@ class Model(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer. The residual travels beside the hidden state, so that every addition is fused with
-    the norm that follows it, in this block or in the next.
-
-    rows (R,), for the last block only: the tokens whose output is wanted. Keys and values are made
-    of all tokens, what comes after attention of these alone (less than half, with tool output).
+    """One layer. The residual travels beside the hidden state: an addition is fused with the norm
+    that follows it, in this block or the next. rows (R,), in the last block alone: where an output
+    is wanted (less than half of T, with tool output); what comes after attention is made for these.
     """
 
-    recompute = False  # set on blocks from outside: activations are made again in the backward
+    recompute = False  # set from outside: activations are made again in the backward
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
@@ -197,9 +195,6 @@ def init_weights(model: Model, seed: int, embedding_std: float = 0.2, std: float
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
 
 
-# ---- attention over a packed batch ---------------------------------------------------------------
-
-
 def packed_attention(cu_seqlens: Tensor):
     """cu_seqlens (S + 1,) int32, borders of the segments -> attend, causal inside each segment.
 
@@ -253,13 +248,13 @@ def read_config(folder) -> ModelConfig:
         what = f"{name} is {value!r}, supported is {' or '.join(map(repr, allowed))}"
         check(value in allowed, path, what, UNSUPPORTED)
 
-    def number(name, default=None):
-        value, kind = raw.get(NUMBERS[name], default), type(getattr(ModelConfig, name, 0))
+    def number(name):
+        value, kind = raw.get(NUMBERS[name]), type(getattr(ModelConfig, name, 0))
         fine = type(value) in (int, kind) and 0 < value < (1 << 20 if kind is int else 1 << 40)
         check(fine, path, f"{NUMBERS[name]} is {value!r}, no sensible {kind.__name__} above 0")
         return kind(value)
 
-    kind = raw.get("model_type")
+    kind, layers = raw.get("model_type"), raw.get("layer_types") or []
     supported("model_type", kind, *MODEL_TYPES)
     supported("architectures", raw.get("architectures"), [MODEL_TYPES[kind]], None)
     for name, value in FIXED.items():
@@ -270,16 +265,15 @@ def read_config(folder) -> ModelConfig:
         for key, value in rope.items():
             supported(f"{name}.{key}", value, FIXED.get(key, raw.get(key, value)))
         raw.update(rope)
-    layers = raw.get("layer_types") or []
     for layer in layers if type(layers) is list else [layers]:
         supported("layer_types", layer, "full_attention")
-    tied = raw.get("tie_word_embeddings", False)
+    tied, qwen2 = raw.get("tie_word_embeddings", False), kind == "qwen2"
     supported("tie_word_embeddings", tied, True, False)
-    head_dim = number("hidden_size") // number("num_heads") if kind == "qwen2" else None
-    numbers = {name: number(name, head_dim if name == "head_dim" else None) for name in NUMBERS}
+    if qwen2:
+        raw.setdefault("head_dim", number("hidden_size") // number("num_heads"))
+    numbers = {name: number(name) for name in NUMBERS}
     supported("heads % KV heads", numbers["num_heads"] % numbers["num_kv_heads"], 0)
     supported("head_dim % 2", numbers["head_dim"] % 2, 0)
-    qwen2 = kind == "qwen2"
     return ModelConfig(**numbers, tie_embeddings=bool(tied), qk_norm=not qwen2, qkv_bias=qwen2)
 
 
@@ -287,7 +281,8 @@ def read_json(path: Path, text: bytes | None = None) -> dict:
     """The object in a file, or in a given part of it."""
 
     def unique(pairs):
-        check(len(dict(pairs)) == len(pairs), path, "a key stands twice in the JSON")
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError("a key stands twice")
         return dict(pairs)
 
     if text is None and not path.is_file():
@@ -301,9 +296,12 @@ def read_json(path: Path, text: bytes | None = None) -> dict:
     return fields
 
 
-# ---- safetensors: 8 bytes header length, JSON header, tensors back to back -----------------------
+# ---- folders -------------------------------------------------------------------------------------
+
+# A safetensors file: 8 bytes header length, JSON header, the tensors back to back.
 # {"name": {"dtype": "BF16", "shape": [4, 2], "data_offsets": [begin, end]}, "__metadata__": {}}
 
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -319,21 +317,19 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         header = read_json(path, f.read(n))
         mapped = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
     header.pop("__metadata__", None)
-    for name in header:
-        check_entry(path, name, header[name])
     tensors, position, room = {}, 0, size - 8 - n
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        (begin, end), shape, dtype = entry["data_offsets"], entry["shape"], DTYPES[entry["dtype"]]
+    entries = sorted(read_entry(path, name, header[name]) for name in header)
+    for begin, end, name, shape, dtype in entries:
         what = f"tensor {name!r} is at {begin} to {end}, not at {position} to at most {room}"
         check(begin == position and end <= room, path, what)
-        place = dict(count=math.prod(shape), offset=8 + n + begin)
-        flat = torch.frombuffer(mapped, dtype=dtype, **place) if end > begin else torch.empty(0)
-        tensors[name], position = flat.to(dtype).view(shape), end
+        place = dict(dtype=DTYPES[dtype], count=math.prod(shape), offset=8 + n + begin)
+        flat = torch.frombuffer(mapped, **place) if end > begin else torch.empty(0)
+        tensors[name], position = flat.to(DTYPES[dtype]).view(shape), end
     check(position == room, path, f"no tensor is at {position} to {room}")
     return tensors
 
 
-def check_entry(path, name, entry) -> None:
+def read_entry(path, name, entry) -> tuple:
     fields = entry if type(entry) is dict else {}
     dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     check(dtype in list(DTYPES), path, f"tensor {name!r} is {dtype!r}", f"make it {[*DTYPES]}")
@@ -344,6 +340,7 @@ def check_entry(path, name, entry) -> None:
     num_bytes = math.prod(shape) * DTYPES[dtype].itemsize
     fine = len(offsets) == 2 and offsets[1] - offsets[0] == num_bytes
     check(fine, path, f"tensor {name!r} has {num_bytes} bytes and is at {offsets}")
+    return *offsets, name, shape, dtype
 
 
 def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -358,11 +355,6 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
         f.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
             f.write(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
-
-
-# ---- model folders -------------------------------------------------------------------------------
-
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def file_name(name: str) -> str:
@@ -405,9 +397,8 @@ def stored_weights(folder, config: ModelConfig) -> dict[str, Tensor]:
 def find_tensors(folder: Path) -> dict[str, Tensor]:
     """{name in the files: tensor}, from one file or from the shards that the index names."""
     single, index = folder / WEIGHTS, folder / INDEX
-    both = single.is_file() and index.is_file()
-    check(not both, folder, f"{WEIGHTS} beside {INDEX}", "delete the older of the two")
     if single.is_file():
+        check(not index.is_file(), folder, f"{WEIGHTS} beside {INDEX}", "delete the older one")
         return read_safetensors(single)
     places = read_json(index).get("weight_map")
     table = type(places) is dict and all(type(file) is str for file in places.values())
@@ -422,43 +413,30 @@ def find_tensors(folder: Path) -> dict[str, Tensor]:
     return {name: shards[file][name] for name, file in places.items()}
 
 
-def save_model(
-    model, config: ModelConfig, folder, max_shard_bytes=5 * 10**9, dtype=None, fields=None
-) -> None:
+def save_model(model, config, folder, max_shard_bytes=5 * 10**9, dtype=None, fields=None) -> None:
     """Model, or dict of whole tensors by its names -> folder that transformers and vLLM load.
-
-    dtype None: as they are. fields: more for config.json, such as eos_token_id.
-    """
+    dtype None: as they are. fields: more for config.json, such as eos_token_id."""
     assert config.qk_norm != config.qkv_bias, "neither Qwen3 (qk_norm) nor Qwen2.5 (qkv_bias)"
     folder, kind = Path(folder), "qwen3" if config.qk_norm else "qwen2"
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("model*.safetensors*"):
         path.unlink()  # weights of an earlier save would contradict these
-    shards, room = [], 0
+    shards, room, total = [], 0, 0
     for name, tensor in (model.state_dict() if isinstance(model, nn.Module) else model).items():
         tensor = tensor.detach().to(dtype or tensor.dtype)
         if tensor.nbytes > room:
-            shards.append({})
-            room = max_shard_bytes
+            shards, room = [*shards, {}], max_shard_bytes
         shards[-1][file_name(name)] = tensor
-        room -= tensor.nbytes
-    files = {f"model-{i:05}-of-{len(shards):05}.safetensors": s for i, s in enumerate(shards, 1)}
-    if len(shards) == 1:
-        files = {WEIGHTS: shards[0]}
-    for file, tensors in files.items():
-        write_safetensors(folder / file, tensors)
+        room, total = room - tensor.nbytes, total + tensor.nbytes
+    places, name = {}, "model-{:05}-of-{:05}.safetensors" if len(shards) > 1 else WEIGHTS
+    for i, shard in enumerate(shards, 1):
+        write_safetensors(folder / name.format(i, len(shards)), shard)
+        places.update(dict.fromkeys(shard, name.format(i, len(shards))))
     if len(shards) > 1:
-        places = {name: file for file, tensors in files.items() for name in tensors}
-        total = {"total_size": sum(t.nbytes for shard in shards for t in shard.values())}
-        (folder / INDEX).write_text(json.dumps({"metadata": total, "weight_map": places}, indent=2))
-    raw = {
-        "architectures": [MODEL_TYPES[kind]],
-        "model_type": kind,
-        **{theirs: getattr(config, ours) for ours, theirs in NUMBERS.items()},
-        "tie_word_embeddings": config.tie_embeddings,
-        "torch_dtype": str(tensor.dtype).removeprefix("torch."),
-        "hidden_act": "silu",
-        "use_sliding_window": False,
-        **(fields or {}),
-    }
+        index = dict(metadata=dict(total_size=total), weight_map=places)
+        (folder / INDEX).write_text(json.dumps(index, indent=2))
+    raw = dict(model_type=kind, architectures=[MODEL_TYPES[kind]], hidden_act="silu")
+    raw.update((theirs, getattr(config, ours)) for ours, theirs in NUMBERS.items())
+    raw.update(tie_word_embeddings=config.tie_embeddings, use_sliding_window=False)
+    raw.update(fields or {}, torch_dtype=str(tensor.dtype).removeprefix("torch."))
     (folder / "config.json").write_text(json.dumps(raw, indent=2))
