@@ -91,13 +91,16 @@ KINDS = {
 }  # fmt: skip
 
 
-def draw_problem(rng: random.Random) -> tuple[Problem, tuple]:
-    kind = rng.choice(list(KINDS))
-    draw, phrasings, expressions, _ = KINDS[kind]
-    operands = draw(rng.randint)
-    question = rng.choice(phrasings).format(*operands)
-    answer = str(eval(expressions[0].format(*operands), {"math": math}))  # our own expression
-    return Problem(f"toy-{question_hash(question):064x}"[:16], question, answer, kind), operands
+def draw_problem(rng: random.Random, holdout: bool | None) -> tuple[Problem, tuple]:
+    while True:
+        kind = rng.choice(list(KINDS))
+        draw, phrasings, expressions, _ = KINDS[kind]
+        operands = draw(rng.randint)
+        question = rng.choice(phrasings).format(*operands)
+        if holdout in (None, question_hash(question) % 10 == 0):
+            answer = str(eval(expressions[0].format(*operands), {"math": math}))  # our expression
+            name = f"toy-{question_hash(question):064x}"[:16]
+            return Problem(name, question, answer, kind), operands
 
 
 def question_hash(question: str) -> int:
@@ -112,9 +115,8 @@ def toy_problems(n: int, seed: int, holdout: bool | None = None) -> list[Problem
     """n different problems: held-out ones only (True), none of them (False), or any (None)."""
     rng, found = random.Random(f"problems {seed}"), {}
     while len(found) < n:
-        problem, _ = draw_problem(rng)
-        if holdout is None or is_held_out(problem) == holdout:
-            found[problem.id] = problem
+        problem, _ = draw_problem(rng, holdout)
+        found[problem.question] = problem
     return list(found.values())
 
 
@@ -129,14 +131,11 @@ REPAIR = ("The call failed, I fix it.", "That was an error, once more.")
 GUESS = ("I guess the answer.", "I think I know it.")
 
 
+@functools.cache
 def toy_traces(n: int, seed: int, noise: Noise = Noise()) -> list[list[dict]]:
     """n conversations (lists of messages) about problems that are not held out."""
-    rng, traces = random.Random(f"traces {seed}"), []
-    while len(traces) < n:
-        problem, operands = draw_problem(rng)
-        if not is_held_out(problem):
-            traces.append(make_trace(rng, problem, operands, noise))
-    return traces
+    rng = random.Random(f"traces {seed}")
+    return [make_trace(rng, *draw_problem(rng, holdout=False), noise) for _ in range(n)]
 
 
 def make_trace(rng, problem: Problem, operands: tuple, noise: Noise) -> list[dict]:
@@ -145,17 +144,17 @@ def make_trace(rng, problem: Problem, operands: tuple, noise: Noise) -> list[dic
     expression = (right if rng.random() < noise.right else rng.choice(wrong)).format(*operands)
     numbers = ", ".join(map(str, operands))
     code = f"import math\nprint({expression})" if "math." in expression else f"print({expression})"
-    calls = [] if rng.random() < noise.guess else [make_call(code)]
+    calls = [] if rng.random() < noise.guess else [call_block(code)]
     if calls and rng.random() < noise.broken:
         calls = broken_calls(rng, code, f"print({helper}({numbers}))", noise)
     messages = [{"role": "user", "content": problem.question}]
     thought = rng.choice(LONG if rng.random() < noise.long else SHORT).format(numbers)
-    for block, response in calls:
+    for block in calls:
         messages.append({"role": "assistant", "content": f"{thought}</reason>\n{block}"})
-        messages.append({"role": "tool", "content": response})
+        messages.append({"role": "tool", "content": tool_response(block)})
         thought = rng.choice(REPAIR)
-    if calls and calls[-1] == make_call(code):
-        value = calls[-1][1]
+    if calls[-1:] == [call_block(code)]:
+        value = messages[-1]["content"]
         thought = f"The output is {value}."
         if rng.random() < noise.bad_copy:
             i = rng.randrange(len(value))
@@ -167,28 +166,30 @@ def make_trace(rng, problem: Problem, operands: tuple, noise: Noise) -> list[dic
     return [*messages, {"role": "assistant", "content": final}]
 
 
-def broken_calls(rng, code: str, helper: str, noise: Noise) -> list[tuple[str, str]]:
+def broken_calls(rng, code: str, helper: str, noise: Noise) -> list[str]:
     """One or two calls that fail, then mostly one that works."""
-    block, response = make_call(code)
-    cut = block.replace("}}\n", "\n")  # its JSON never ends
-    kinds = [make_call(c) for c in (code[:-1], code.replace("print", "pritn"), helper)]
-    kinds.append((cut, malformed_response(cut)))
+    kinds = [call_block(c) for c in (code[:-1], code.replace("print", "pritn"), helper)]
+    kinds.append(call_block(code).replace("}}\n", "\n"))  # its JSON never ends
     first = rng.choice(kinds)
     if rng.random() < noise.loop:
         return [first] * rng.randint(3, 5)
     calls = [first, rng.choice(kinds)] if rng.random() < noise.again else [first]
-    return calls + [(block, response)] * (rng.random() < noise.repaired)
+    return calls + [call_block(code)] * (rng.random() < noise.repaired)
 
 
-def make_call(code: str) -> tuple[str, str]:
-    """(the call's block, what the sandbox answers)"""
+def call_block(code: str) -> str:
     call = json.dumps({"name": PYTHON_TOOL["function"]["name"], "arguments": {"code": code}})
-    return f"<tool_call>\n{call}\n</tool_call>", tool_response(code)
+    return f"<tool_call>\n{call}\n</tool_call>"
 
 
 @functools.lru_cache(maxsize=50_000)
-def tool_response(code: str) -> str:
-    out, error = io.StringIO(), ""
+def tool_response(block: str) -> str:
+    """What rollout (of JSON that is cut) or the sandbox answers to one of our own calls."""
+    try:
+        call = json.loads(block.removeprefix("<tool_call>").removesuffix("</tool_call>").strip())
+    except json.JSONDecodeError as e:
+        return str(e)
+    code, out, error = call["arguments"]["code"], io.StringIO(), ""
     linecache.cache["<tool>"] = (len(code), None, code.splitlines(True), "<tool>")  # traceback's
     try:
         with contextlib.redirect_stdout(out):
@@ -197,15 +198,6 @@ def tool_response(code: str) -> str:
         error = traceback.format_exc()
     result = SimpleNamespace(status="error" if error else "ok", stdout=out.getvalue(), stderr=error)
     return tool_response_text(result, traceback_lines=TRACEBACK_LINES)
-
-
-def malformed_response(block: str) -> str:
-    """What rollout answers to a call whose JSON is cut."""
-    try:
-        json.loads(block.removeprefix("<tool_call>").removesuffix("</tool_call>").strip())
-    except json.JSONDecodeError as e:
-        return str(e)
-    raise AssertionError(f"this call is not malformed: {block}")
 
 
 def copy_documents(n: int, seed: int) -> list[list[dict]]:

@@ -1,7 +1,5 @@
 """toy.py: problems, traces as a rollout and the sandbox would leave them, tokens."""
 
-import json
-
 import pytest
 
 import toy
@@ -102,6 +100,6 @@ def test_documents_start_with_mostly_copies(tok):
 
 
 def test_calls_are_json_of_the_tool():
-    block, response = toy.make_call("print(6 * 7)")
-    body = json.loads(block.removeprefix("<tool_call>").removesuffix("</tool_call>"))
-    assert body["arguments"] == {"code": "print(6 * 7)"} and response == "42"
+    block = toy.call_block("print(6 * 7)")
+    (call,) = parse_tool_calls(block)
+    assert call.arguments == {"code": "print(6 * 7)"} and toy.tool_response(block) == "42"
