@@ -290,6 +290,17 @@ def test_noise_keys_make_rollouts_differ_and_repeat():
     assert len({tuple(turn.token_ids) for turn in first}) == 8
 
 
+def test_noise_depends_on_the_position_in_the_sequence_not_on_the_turn():
+    """All tokens equally likely: only noise decides. Where a sequence was cut does not matter."""
+    model = tiny_model()
+    torch.nn.init.zeros_(model.lm_head.weight)
+    engine = Engine(model, 64)
+    (whole,) = generate(engine, [tokens(10)], [20])
+    assert len(set(whole.token_ids)) > 12
+    (rest,) = generate(engine, [tokens(10) + whole.token_ids[:8]], [12])
+    assert rest.token_ids == whole.token_ids[8:]
+
+
 # ---- the step plan ----
 
 
@@ -356,6 +367,32 @@ def test_the_oldest_runnable_sequence_always_advances():
             engine.finish(turn.seq_id)
         assert oldest.num_computed > before or oldest.id not in engine.sequences
     assert engine.counters.preempted > 0 and not engine.sequences
+
+
+def test_the_oldest_goes_before_those_that_decode():
+    """One sequence a step: the older one, back from its tool, is not starved by the younger."""
+    engine = Engine(MODEL, 16, 4, max_num_seqs=1)
+    engine.add("old", tokens(5), max_new_tokens=1, noise_key=0)
+    engine.step()
+    engine.add("young", tokens(5, 1), max_new_tokens=20, noise_key=0)
+    engine.step()
+    engine.extend("old", tokens(9, 2), 3)
+    (turn,) = [turn for _ in range(3) for turn in engine.step()]
+    assert turn.seq_id == "old" and len(engine.generated("young")) == 1
+
+
+def test_admission_is_first_come_first_served_and_leaves_room_to_grow():
+    """10 blocks of 4. A holds 2; B needs all 8 that are left, but A will need one: B waits. C would
+    fit, but came after B."""
+    engine = Engine(MODEL, 10, 4)
+    engine.add("a", tokens(5), max_new_tokens=2, noise_key=0)
+    engine.step()
+    engine.add("b", tokens(30, 1), max_new_tokens=1, noise_key=0)
+    engine.add("c", tokens(2, 2), max_new_tokens=1, noise_key=0)
+    (turn,) = engine.step()
+    assert turn.seq_id == "a" and engine.capacity().num_waiting == 2
+    engine.finish("a")
+    assert {turn.seq_id for turn in engine.step()} == {"b", "c"}
 
 
 def test_chunks_of_a_prefill_run_beside_decoding():
