@@ -207,7 +207,7 @@ def chat(*turns):
         (chat(("user", "Hi")), "no assistant turn"),
         (chat(("user", "Hi"), ("narrator", "x"), ("assistant", "y")), "unknown role"),
         (chat(("user", "Hi"), ("assistant", "")), "empty content"),
-        (chat(("user", "Hi"), ("tool", "3"), ("assistant", "y")), "tool response without call"),
+        (chat(("user", "a"), ("tool", "3"), ("assistant", "y")), "tool response without call"),
         (chat(("assistant", "a"), ("user", "b"), ("assistant", "c")), "does not start with the user"),
         (chat(("user", "a"), ("assistant", "[f(x=1)]"), ("user", "b"), ("assistant", "c")),
          "unbalanced calls"),
