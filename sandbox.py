@@ -156,13 +156,14 @@ def execute(source: str, names: dict) -> None:
 def show_error(error: BaseException, names: dict) -> int:
     """Prints what the program should know of its error; returns the exit status."""
     if isinstance(error, SystemExit) and isinstance(error.code, (int, type(None))):
-        return int(bool(error.code))
+        return (error.code or 0) & 0xFF
     if isinstance(error, MemoryError):
         traceback.clear_frames(error.__traceback__)
         names.clear()
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
     try:
         text = f"{error.code}\n" if isinstance(error, SystemExit) else own_lines(error)
-        sys.stdout.flush()
     except Exception:  # it cannot be shown, there is no memory, ...
         text = f"{type(error).__name__}\n"
     with open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False) as stderr:
@@ -243,12 +244,18 @@ class Zygote:
 
     def renew(self) -> None:
         """An empty private directory. A Landlock rule is about an inode, so it is new as well."""
-        if mounted := self.on["mount"]:
+        if self.on["mount"]:
+            if os.path.ismount(self.private):
+                libc("umount2", os.fsencode(self.private), isolation.MNT_DETACH)
             isolation.mount_tmpfs(self.private, self.settings["disk"], self.settings["files"])
+        else:  # rm: a hostile tree may be deeper than Python recurses
+            for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+                subprocess.run([*command, self.private], stderr=subprocess.DEVNULL)
+            os.mkdir(self.private, 0o700)
         if self.on["landlock"]:
             if self.ruleset:
                 os.close(self.ruleset)
-            self.ruleset = isolation.landlock_ruleset(self.private if mounted else self.folder)
+            self.ruleset = isolation.landlock_ruleset(self.private)
 
     def run(self) -> None:
         preload(self.settings["preload"], self.home)
@@ -271,8 +278,6 @@ class Zygote:
         """The next call's child, locked down and waiting for its code."""
         files = [new_file() for _ in range(3)]
         sleeper, wake = os.pipe()
-        if not self.on["mount"]:
-            os.mkdir(self.home, 0o700)
         if self.on["pid"]:
             libc("unshare", isolation.NEW_PID)
         if (pid := os.fork()) == 0:
@@ -354,16 +359,8 @@ class Zygote:
         """Leaves nothing of a call: descriptors, files."""
         for descriptor in {child.wake, child.pidfd, *child.files} - {-1}:
             os.close(descriptor)
-        if self.on["mount"]:
-            if os.listdir(self.private):
-                libc("umount2", os.fsencode(self.private), isolation.MNT_DETACH)
-                self.renew()
-        else:
-            try:
-                os.rmdir(self.home)
-            except OSError:  # rm: a hostile tree may be deeper than Python recurses
-                for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
-                    subprocess.run([*command, self.home], stderr=subprocess.DEVNULL)
+        if os.listdir(self.private):
+            self.renew()
 
 
 def verdict(code: int, late: bool, files: list[int]) -> str:
@@ -383,7 +380,10 @@ def verdict(code: int, late: bool, files: list[int]) -> str:
 
 def new_file() -> int:
     """A file without a name: a child fills it without anybody reading at the other end."""
-    return os.memfd_create("") if LINUX else os.dup(tempfile.TemporaryFile().fileno())
+    if LINUX:
+        return os.memfd_create("")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def size_of(file: int) -> int:
