@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -209,13 +210,15 @@ def pack(documents, weights=1.0, advantages=0.0, device="cpu") -> Batch:
     >>> pack([([5, 6, 7], [0, 1, 1]), ([8, 9], [0, 1])], weights=0.5).token_weights.tolist()
     [0.0, 0.5, 0.5, 0.0, 0.5]
     """
-    documents = list(documents)
-    ids, masks, engine = zip(*map(_columns, documents))
+    columns = lambda d: (d.token_ids, d.loss_mask, d.logprobs)
+    pair = lambda ids, mask: (ids, mask, [0.0] * len(ids))
+    rows = [columns(d) if isinstance(d, Trajectory) else pair(*d) for d in documents]
+    ids, masks, engine = zip(*rows)
     lengths = torch.tensor([len(x) for x in ids])
     flat = lambda rows, dtype: torch.tensor([x for row in rows for x in row], dtype=dtype)
 
     def spread(values):  # (S,) or a number -> (T,)
-        per_document = torch.as_tensor(values, dtype=torch.float32).expand(len(documents))
+        per_document = torch.as_tensor(values, dtype=torch.float32).expand(len(rows))
         return per_document.repeat_interleave(lengths)
 
     loss_mask = flat(masks, torch.float32)
@@ -229,13 +232,6 @@ def pack(documents, weights=1.0, advantages=0.0, device="cpu") -> Batch:
         token_weights=spread(weights) * loss_mask,
     )
     return Batch(**{k: v.to(device) for k, v in vars(batch).items()})
-
-
-def _columns(document):
-    if isinstance(document, Trajectory):
-        return document.token_ids, document.loss_mask, document.logprobs
-    token_ids, loss_mask = document
-    return token_ids, loss_mask, [0.0] * len(token_ids)
 
 
 def micro_batches(lengths: list[int], world: int, max_tokens: int) -> list[list[list[int]]]:
@@ -293,14 +289,14 @@ def iter_rows(path, start: int = 0) -> Iterator[tuple[int, object]]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there: give a .jsonl, .json or .parquet file")
     if path.suffix == ".parquet":
-        rows = _parquet_rows(path)
-    else:
-        with open(path, "rb") as f:
-            is_list = f.read(256).lstrip().startswith(b"[")
-        rows = json.loads(path.read_bytes()) if is_list else open(path, "rb")
-    for line, row in enumerate(rows, 1):
-        if line > start and not (isinstance(row, bytes) and row.isspace()):
-            yield line, row
+        yield from islice(enumerate(_parquet_rows(path), 1), start, None)
+        return
+    with open(path, "rb") as f:
+        is_list = f.read(256).lstrip().startswith(b"[")
+        f.seek(0)
+        for line, row in islice(enumerate(json.load(f) if is_list else f, 1), start, None):
+            if not (isinstance(row, bytes) and row.isspace()):
+                yield line, row
 
 
 def _parquet_rows(path):
@@ -431,12 +427,14 @@ def digest(text: str) -> int:
 
 
 def filter_files(paths, out, names, known: Known, config: dict, fresh: bool = False) -> dict:
-    """Streams problems through the filters into `out`. Where it stands is noted beside `out` every
+    """Streams problems through the filters into `out`. Where it stands is noted beside it every
     SAVE_EVERY rows, and the same command goes on from there. Returns counts and examples by what
     became of a row."""
     part, saved = Path(f"{out}.part"), Path(f"{out}.state")
     state = dict(config=config, file=0, line=0, bytes=0, counts={}, examples={}, skipped={})
-    if saved.exists() and not fresh:
+    if fresh:
+        saved.unlink(missing_ok=True)
+    if saved.exists():
         state = json.loads(saved.read_text())
         if state["config"] != config:
             raise ValueError(f"{saved} is of a run with other arguments: give those, or --fresh")
@@ -496,12 +494,11 @@ def filter_command(args) -> None:
 def show_command(args) -> None:
     for path in args.files:
         problems = read_problems(path)
-        lengths = sorted(len(p.question) for p in problems)
+        lengths = sorted(len(p.question) for p in problems) or [0]
         integers = sum(bool(INTEGER.fullmatch(p.answer)) for p in problems)
         print(f"{path}: {len(problems):,} problems, {integers:,} with integer answers")
-        quantiles = [lengths[int(q * (len(lengths) - 1))] for q in (0, 0.5, 0.9, 1) if lengths]
-        print(f"  characters of the question, smallest, median, 90 %, largest: {quantiles}")
-        print(f"  sources: {dict(Counter(p.source for p in problems).most_common(5))}")
+        print(f"  characters, median {lengths[len(lengths) // 2]}, largest {lengths[-1]}")
+        print(f"  sources {dict(Counter(p.source for p in problems).most_common(5))}")
         for p in problems[:: max(1, len(problems) // args.count)][: args.count]:
             print(f"  [{p.id}] {p.question[:300]}\n      -> {p.answer}")
 

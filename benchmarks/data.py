@@ -54,8 +54,12 @@ def main() -> None:
     start = time.monotonic()
     subprocess.run([*command, "--out", args.folder / "out.jsonl", "--fresh"], check=True)
     seconds = time.monotonic() - start
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-    print(f"{args.rows:,} rows in {seconds:.1f} s: {args.rows / seconds:,.0f} rows/s, {peak:.0f} MB")
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = used.ru_utime + used.ru_stime
+    print(
+        f"{args.rows:,} rows in {seconds:.1f} s, {cpu:.1f} s of them on the CPU:"
+        f" {args.rows / cpu:,.0f} rows a CPU second, at most {used.ru_maxrss / 1024:.0f} MB"
+    )
 
 
 if __name__ == "__main__":

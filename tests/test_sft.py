@@ -208,7 +208,7 @@ def chat(*turns):
         (chat(("user", "Hi"), ("narrator", "x"), ("assistant", "y")), "unknown role"),
         (chat(("user", "Hi"), ("assistant", "")), "empty content"),
         (chat(("user", "a"), ("tool", "3"), ("assistant", "y")), "tool response without call"),
-        (chat(("assistant", "a"), ("user", "b"), ("assistant", "c")), "does not start with the user"),
+        (chat(("assistant", "a"), ("user", "b"), ("assistant", "c")), "not start with the user"),
         (chat(("user", "a"), ("assistant", "[f(x=1)]"), ("user", "b"), ("assistant", "c")),
          "unbalanced calls"),
         (chat(("user", "a"), ("assistant", "[f(x=1)]"), ("tool", "1"), ("tool", "2"),
