@@ -363,7 +363,7 @@ INTEGER = re.compile(r"[-+]?(\d+|\d{1,3}((,|\\[!,]|\{,\})+\s?\d{3})+)")
 PARTS = re.compile(r"(?:^|\s)\((a|i|1)\)\s[\s\S]+\s\((b|ii|2)\)\s")
 SEVERAL = re.compile(r"[;=]|\b(and|or)\b|,(?!(\\[!,])?\s?\d{3}(?!\d))", re.IGNORECASE)
 ARGUMENT = re.compile(
-    r"(?:^|[.,;:?!$]\s+)(?:then |now |and )?(prove|disprove|show|explain|justify|sketch)\b(?! me\b)",
+    r"(?:^|[.,;:?!$]\s+)(?:then |now |and )?(prove|disprove|show|explain|justify|sketch)\b(?! me)",
     re.IGNORECASE,
 )
 MARKED = re.compile(
