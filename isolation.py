@@ -1,34 +1,68 @@
-"""Isolation: what a Linux process can be forbidden, with ctypes alone and without root.
+"""Isolation: each call runs in a fork of a worker, locked down before it reads its code.
 
-A guarantee is made of mechanisms. Each is tried in a throw-away fork, because whether it works
-depends on the kernel, on the container and on the user, and the only safe test is to try:
+A zygote has numpy, sympy and the answer checker imported. It forks a child ahead of its call, hands
+it the call in an unnamed file, and watches the process to its end. Forking a loaded interpreter
+takes 2 ms where starting one with sympy takes 500; a call's memory dies with its child. Status and
+seconds are the zygote's: a child can misreport its own text and exit code, no more.
+
+A guarantee is made of mechanisms of the kernel, reached with ctypes alone and without root. Each is
+tried in a throw-away fork, because whether it works depends on kernel, container and user:
 
     network    seccomp refuses sockets and io_uring; an empty network namespace where allowed
     files      Landlock, else a read-only view: the interpreter's folders, one private directory;
                seccomp refuses to change files that one owns (chmod, utime, ...)
     signals    seccomp: kill only oneself; a PID namespace a call
     memory     RLIMIT_AS, with fork refused
-    time       the parent reads the child's CPU clock; RLIMIT_CPU behind it
+    time       the zygote reads the child's CPU clock; RLIMIT_CPU behind it
     processes  seccomp: only threads may be cloned
     disk       a tmpfs of fixed size; elsewhere only RLIMIT_FSIZE, which is per file
     leftovers  no fork; a PID namespace; what still gets away is killed by the zygote
 
 Root in a container without CAP_SYS_ADMIN has all but `disk`; an ordinary user has all where user
-namespaces are allowed. Not here: cgroups (rarely writable), other uids (they could not read an
-interpreter in /root). Outside Linux there is nothing but resource limits.
+namespaces are allowed. Not here: cgroups (rarely writable), other uids (cannot read an interpreter
+in /root). Outside Linux there is nothing but resource limits and wall time.
+
+sandbox.py starts this file, one process per core. It imports little: forks of little are fast.
 """
 
 from __future__ import annotations
 
+import ast
+import atexit
 import contextlib
 import ctypes
+import gc
+import importlib.util
+import json
+import linecache
+import math
 import os
 import platform
+import random
 import resource
+import select
+import shutil
+import signal
+import socket
 import struct
 import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
+LINUX = sys.platform == "linux"
+HERE = os.path.abspath(__file__)
+NUM_CORES = len(os.sched_getaffinity(0)) if LINUX else os.cpu_count()
+PROGRAM = "<tool>"  # file name of a call's code in its tracebacks
+OUT_OF_MEMORY = 77  # exit status by which a child reports a MemoryError
+MAX_OUTPUT = 16 << 20  # bytes to stdout or stderr, then the call ends
+TICK = 0.05  # seconds between two looks at a running child
+RESULT = ("status", "stdout", "stderr", "wall_seconds", "cpu_seconds")
 LAYERS = {  # guarantee: what gives it, alternatives in order
     "network": ("seccomp+net", "seccomp"),
     "files": ("landlock+seccomp", "mount"),
@@ -39,6 +73,30 @@ LAYERS = {  # guarantee: what gives it, alternatives in order
     "disk": ("mount",),
     "leftovers": ("seccomp+pid", "seccomp", "pid"),
 }
+
+
+# ---- messages: 4 bytes of length, then JSON ----
+
+
+def pack(message: dict) -> bytes:
+    body = json.dumps(message).encode()
+    return struct.pack("<I", len(body)) + body
+
+
+def read_message(descriptor: int) -> dict | None:
+    """Waits for one message; None at the end of the stream."""
+    data, size = b"", 4
+    while len(data) < size:
+        if not (more := os.read(descriptor, size - len(data))):
+            return None
+        data += more
+        if len(data) == 4:
+            size += struct.unpack("<I", data)[0]
+    return json.loads(data[4:])
+
+
+# ---- what a Linux process can be forbidden ----
+
 LIBC = ctypes.CDLL(None, use_errno=True)
 NEW_MOUNT, NEW_USER, NEW_PID, NEW_NET = 0x20000, 0x10000000, 0x20000000, 0x40000000
 PDEATHSIG, SET_SECCOMP, SET_SUBREAPER, NO_NEW_PRIVS = 1, 22, 36, 38  # for prctl
@@ -204,13 +262,13 @@ def build_view(root: str, home: str) -> None:
 def probe(folder: str, off: list[str]) -> dict[str, str]:
     """{mechanism: "" if it works here, else why it does not}. `folder` is an empty directory."""
     trials = {
+        "limits": lambda: None,
         "seccomp": lambda: apply_seccomp(seccomp_program()),
         "landlock": lambda: apply_landlock(landlock_ruleset(folder)),
         "pid": lambda: enter_namespaces(NEW_PID),
         "net": lambda: enter_namespaces(NEW_NET),
         "mount": lambda: (enter_namespaces(NEW_MOUNT), mount_tmpfs(folder, 4096, 9)),
         "capabilities": drop_capabilities,
-        "limits": lambda: None,
     }
     return {n: "switched off" if n in off else try_in_fork(t) for n, t in trials.items()}
 
@@ -238,3 +296,363 @@ def guarantees(why: dict[str, str]) -> dict[str, tuple[bool, str]]:
         reasons = [f"{m}: {why[m]}" for m in choices[0].split("+") if why[m]]
         found[guarantee] = (bool(good), good[0] if good else ", ".join(reasons))
     return found
+
+
+# ---- the child: one call ----
+
+
+def child_main() -> int:
+    """Descriptor 3 ends when descriptor 0 holds a call, and after it the program's stdin."""
+    os.read(3, 1)
+    os.close(3)
+    if (call := read_message(0)) is None:
+        return 1  # the pool ends
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(call["seconds"]) + 1,) * 2)
+    reward = sys.modules.pop("reward", None)  # no business of a tool call
+    if call["kind"] == "check":
+        print(int(reward.is_equivalent(*call["code"])), end="", flush=True)
+        return 0
+    return run_program(*call["code"])
+
+
+def run_program(source: str) -> int:
+    """Runs a script to an interpreter's ordinary end; returns the exit status."""
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    linecache.cache[PROGRAM] = (len(source), None, source.splitlines(True), PROGRAM)
+    status, stdout = 0, sys.stdout
+    run = lambda: execute(source, main.__dict__)
+    flush = lambda: stdout.closed or stdout.flush()
+    for step in (run, threading._shutdown, atexit._run_exitfuncs, flush):  # _shutdown: joins
+        try:
+            step()
+        except BaseException as error:
+            status = show_error(error, main.__dict__) or status
+    return status
+
+
+def execute(source: str, names: dict) -> None:
+    """exec, but the value of a last expression is shown, as a notebook does."""
+    tree = compile(source, PROGRAM, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    code = compile(tree, PROGRAM, "exec", dont_inherit=True)
+    exec(code, names)
+    if last:
+        future = code.co_flags & 0x1FF0000  # from __future__ import annotations, ...
+        last = compile(ast.Expression(last.value), PROGRAM, "eval", future, dont_inherit=True)
+        if (value := eval(last, names)) is not None:
+            print(repr(value))
+
+
+def show_error(error: BaseException, names: dict) -> int:
+    """Prints what the program should know of its error; returns the exit status."""
+    if isinstance(error, SystemExit) and isinstance(error.code, (int, type(None))):
+        return (error.code or 0) & 0xFF
+    if isinstance(error, MemoryError):
+        traceback.clear_frames(error.__traceback__)
+        names.clear()
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    try:
+        text = f"{error.code}\n" if isinstance(error, SystemExit) else own_lines(error)
+    except Exception:  # it cannot be shown, there is no memory, ...
+        text = f"{type(error).__name__}\n"
+    with open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False) as stderr:
+        stderr.write(text)
+    return OUT_OF_MEMORY if isinstance(error, MemoryError) else 1
+
+
+def own_lines(error: BaseException) -> str:
+    """A traceback of the program's own lines, without folders of ours."""
+    trace = traceback.TracebackException.from_exception(error)
+    parts = [trace]
+    for part in parts:  # and those that it is linked to
+        frames = [frame for frame in part.stack or () if frame.filename == PROGRAM]
+        part.stack = traceback.StackSummary.from_list(frames) if frames else None
+        inner = getattr(part, "exceptions", None) or ()  # of an ExceptionGroup
+        parts += filter(None, (part.__cause__, part.__context__, *inner))
+    text = "".join(trace.format())
+    for folder in sorted(filter(None, sys.path), key=len, reverse=True):
+        text = text.replace(folder + "/", "")
+    return text
+
+
+# ---- the zygote: forks children, watches one at a time ----
+
+
+@dataclass
+class Child:
+    pid: int
+    wake: int  # a pipe's end: closing it starts the call; -1: closed
+    files: list[int]  # its stdin, stdout, stderr
+    pidfd: int
+
+
+class Zygote:
+    """A worker. `why` says for each mechanism why it is off here; it is `on` if that is empty."""
+
+    def __init__(self, settings: dict, pool: socket.socket):
+        self.settings, self.pool = settings, pool
+        self.view = self.ruleset = self.own_pid_namespace = None
+        self.folder = os.path.join(settings["folder"], f"w{settings['index']}")
+        self.home = self.private = os.path.join(self.folder, "home")  # to the child, to us
+        os.makedirs(self.folder, exist_ok=True)
+        self.why = probe(self.folder, settings["off"])
+        self.on = {name: not why for name, why in self.why.items()}
+        self.filter = seccomp_program() if self.on["seccomp"] else b""
+        self.prepare()
+
+    def prepare(self) -> None:
+        """What all children share: namespaces, the place of the private directory.
+
+        subtle: the worker first moves into a PID namespace of its own. From there it may come back
+        from the one it makes for each call, also where only a user namespace gives it rights."""
+        if LINUX:
+            libc("prctl", SET_SUBREAPER, 1, 0, 0, 0)
+        if self.on["pid"]:
+            enter_namespaces(NEW_PID)
+            if (pid := os.fork()) != 0:
+                self.pool.close()
+                os.waitpid(pid, 0)
+                if os.getppid() != self.settings["pool"]:  # it was killed and cannot tidy up
+                    shutil.rmtree(self.settings["folder"], ignore_errors=True)
+                os._exit(0)
+            libc("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            self.own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY)
+        if flags := NEW_NET * self.on["net"] | NEW_MOUNT * self.on["mount"]:
+            enter_namespaces(flags)
+        if self.on["mount"]:
+            reads = readable_paths()
+            free = lambda p: os.path.isdir(p) and not any(r.startswith(p) for r in reads)
+            self.home = self.private = next(filter(free, ("/tmp", "/mnt", "/srv")), self.home)
+            os.makedirs(self.home, exist_ok=True)
+            if not self.on["landlock"]:
+                self.view = os.path.join(self.folder, "view")
+                build_view(self.view, self.home)
+                self.private = self.view + self.home
+        self.renew()
+
+    def renew(self) -> None:
+        """An empty private directory. A Landlock rule is about an inode, so it is new as well."""
+        if self.on["mount"]:
+            if os.path.ismount(self.private):
+                libc("umount2", os.fsencode(self.private), MNT_DETACH)
+            mount_tmpfs(self.private, self.settings["disk"], self.settings["files"])
+        else:  # rm: a hostile tree may be deeper than Python recurses
+            for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+                if os.path.exists(self.private):
+                    os.waitpid(os.posix_spawnp(command[0], [*command, self.private], {}), 0)
+            os.mkdir(self.private, 0o700)
+        if self.ruleset:
+            os.close(self.ruleset)
+        self.ruleset = landlock_ruleset(self.private) if self.on["landlock"] else None
+
+    def run(self) -> None:
+        preload(self.settings["preload"], self.home)
+        child, message = self.fork_ahead(), {"layers": guarantees(self.why)}
+        while True:
+            with contextlib.suppress(BrokenPipeError):
+                self.pool.sendall(pack(message))
+            if (call := read_message(self.pool.fileno())) is None:
+                break
+            if os.waitpid(child.pid, os.WNOHANG)[0]:  # killed while it waited
+                self.clean(child)
+                child = self.fork_ahead()
+            message = self.serve(child, call)
+            self.clean(child)
+            child = self.fork_ahead()
+        os.kill(child.pid, signal.SIGKILL)
+        self.clean(child)
+
+    def fork_ahead(self) -> Child:
+        """The next call's child, locked down and waiting for its code."""
+        files = [new_file() for _ in range(3)]
+        sleeper, wake = os.pipe()
+        if self.on["pid"]:
+            libc("unshare", NEW_PID)
+        if (pid := os.fork()) == 0:
+            status = 1
+            try:
+                self.lock_down([*files, sleeper])
+                status = child_main()
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        if self.on["pid"]:
+            libc("setns", self.own_pid_namespace, NEW_PID)
+        os.close(sleeper)
+        return Child(pid, wake, files, os.pidfd_open(pid) if LINUX else -1)
+
+    def lock_down(self, descriptors: list[int]) -> None:
+        """All that a child gives up, in the order in which it still can. `descriptors` (stdin,
+        stdout, stderr, the end of a pipe) become 0 to 3; there are no others."""
+        if LINUX:
+            libc("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            with contextlib.suppress(OSError):  # the first to go when memory is short
+                Path("/proc/self/oom_score_adj").write_text("1000")
+        if self.view:
+            os.chroot(self.view)
+        os.chdir(self.home)
+        if self.on["landlock"]:
+            apply_landlock(self.ruleset)
+        os.setsid()
+        for number, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, number)
+        os.closerange(len(descriptors), 1 << 16)
+        random.seed(0)
+        if self.on["limits"]:
+            limit_resources(self.settings["memory"], self.settings["disk"])
+        if self.on["capabilities"]:
+            drop_capabilities()
+        if self.on["seccomp"]:
+            apply_seccomp(self.filter)
+
+    def serve(self, child: Child, call: dict) -> dict:
+        """Feeds a call to its child and watches the process to its end."""
+        seconds, cause, poll = call["seconds"], "", select.poll()
+        stdin, stdout, stderr = child.files
+        for descriptor in {self.pool.fileno(), child.pidfd} - {-1}:
+            poll.register(descriptor, select.POLLIN)
+        start_cpu, start = cpu_clock(child.pid), time.monotonic()
+        cpu, asleep, looked, looked_cpu = 0.0, 0.0, start, 0.0
+        with open(stdin, "wb", closefd=False) as file:
+            file.write(pack(call) + call["stdin"].encode("utf-8", "replace"))
+        os.lseek(stdin, 0, os.SEEK_SET)
+        os.close(child.wake)
+        child.wake = -1
+        while not cause:
+            wait = min(TICK, max((seconds - cpu) / NUM_CORES, 0.002)) if LINUX else 0.002
+            ready = dict(poll.poll(wait * 1000))
+            pid, status, usage = os.wait4(child.pid, os.WNOHANG)
+            if pid:
+                break
+            cpu, now = cpu_clock(child.pid) - start_cpu, time.monotonic()
+            if now - looked >= TICK:
+                if is_asleep(child.pidfd):
+                    asleep += max(0.0, min(now - looked, 2 * TICK) - (cpu - looked_cpu))
+                looked, looked_cpu = now, cpu
+            if max(cpu, asleep, (now - start - 5) / 10) >= seconds:
+                cause = "timeout"
+            elif max(size_of(stdout), size_of(stderr)) > MAX_OUTPUT:
+                cause = "output"
+            elif self.pool.fileno() in ready:
+                cause = "lost"  # the pool has ended
+        else:
+            os.kill(child.pid, signal.SIGKILL)
+            _, status, usage = os.wait4(child.pid, 0)
+        if not (self.on["pid"] or self.on["seccomp"]):
+            end_children()
+        cpu = max(0.0, usage.ru_utime + usage.ru_stime - start_cpu)
+        cause = cause or verdict(os.waitstatus_to_exitcode(status), cpu >= seconds, child.files)
+        texts = [cut(file, self.settings["output"]) for file in (stdout, stderr)]
+        return dict(zip(RESULT, (cause, *texts, time.monotonic() - start, cpu)))
+
+    def clean(self, child: Child) -> None:
+        """Leaves nothing of a call: descriptors, files."""
+        for descriptor in {child.wake, child.pidfd, *child.files} - {-1}:
+            os.close(descriptor)
+        if os.listdir(self.private):
+            self.renew()
+
+
+def verdict(code: int, late: bool, files: list[int]) -> str:
+    """Status of a call that ended by itself, with this exit code (negative: a signal)."""
+    stdout, stderr = map(size_of, files[1:])
+    if code and not stderr:
+        why = f"exit status {code}" if code > 0 else f"ended by {signal.Signals(-code).name}"
+        os.pwrite(files[2], why.encode(), 0)
+    if late or code == -signal.SIGXCPU:
+        return "timeout"
+    if max(stdout, stderr) > MAX_OUTPUT:
+        return "output"
+    if code in (OUT_OF_MEMORY, -signal.SIGKILL):  # killed, but not by us: no memory left
+        return "memory"
+    return "error" if code else "ok" if stdout else "empty"
+
+
+def new_file() -> int:
+    """A file without a name: a child fills it without anybody reading at the other end."""
+    if LINUX:
+        return os.memfd_create("")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def size_of(file: int) -> int:
+    return os.fstat(file).st_size
+
+
+def cut(file: int, limit: int) -> str:
+    """Its text; of one that is too long head and tail, with a marker between."""
+    size = size_of(file)
+    if size <= limit:
+        return os.pread(file, limit, 0).decode("utf-8", "replace")
+    head, tail = (os.pread(file, limit // 2, at) for at in (0, size - limit // 2))
+    marker = f"\n... {size - limit} bytes left out ...\n".encode()
+    return (head + marker + tail).decode("utf-8", "replace")
+
+
+def cpu_clock(pid: int) -> float:
+    """CPU seconds of a process so far, all threads."""
+    return time.clock_gettime((~pid << 3) | 2) if LINUX else 0.0
+
+
+def is_asleep(pidfd: int) -> bool:
+    """Whether no thread of a process runs, waits for a core or for a disk. The number by which
+    /proc knows it comes from the descriptor: the zygote may live in a PID namespace."""
+    try:
+        info = Path(f"/proc/self/fdinfo/{pidfd}").read_text().split()
+        tasks = Path("/proc", info[info.index("Pid:") + 1], "task")
+        states = [p.read_text().rpartition(")")[2].split()[0] for p in tasks.glob("*/stat")]
+    except (OSError, ValueError):
+        return True  # no /proc: time is wall time
+    return not any(state in "RD" for state in states)
+
+
+def end_children(spare: tuple[int, ...] = ()) -> None:
+    """Kills and reaps what became a child of this process when its parent died."""
+    with contextlib.suppress(OSError):
+        found = Path("/proc/thread-self/children")
+        while orphans := set(map(int, found.read_text().split())) - set(spare):
+            for pid in orphans:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def preload(names: list[str], home: str) -> None:
+    """Makes what every child then has for nothing: imported packages, the checker, the state of a
+    fresh interpreter."""
+    for name in names:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    if names:
+        spec = importlib.util.spec_from_file_location("reward", Path(HERE).with_name("reward.py"))
+        sys.modules["reward"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["reward"])
+    os.environ.clear()
+    os.environ.update(PATH="/usr/bin:/bin", LANG="C.UTF-8", HOME=home, TMPDIR=home)
+    tempfile.tempdir, sys.argv[:], sys.path[:0] = None, [""], [""]
+    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)
+    sys.stdout = sys.__stdout__ = open(1, "w", 1, "utf-8", closefd=False)  # lines: kept at time-out
+    sys.stderr = sys.__stderr__ = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "sympy" in sys.modules:
+        sys.modules["sympy"].core.random.seed(0)
+    warnings.formatwarning = lambda message, kind, *_: f"{kind.__name__}: {message}\n"
+    threading.excepthook = lambda args: show_error(args.exc_value, {})
+    gc.collect()
+    gc.freeze()
+
+
+def main(number: str) -> None:
+    """Serves the pool at the other end of a socket, whose first message has the settings."""
+    pool = socket.socket(fileno=int(number))
+    settings = read_message(pool.fileno())
+    sys.path[:] = [p for p in sys.path if p != os.path.dirname(HERE)]
+    sys.path += [p for p in settings["path"] if p not in sys.path]
+    Zygote(settings, pool).run()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

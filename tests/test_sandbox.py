@@ -272,15 +272,15 @@ def test_without_the_secret_nothing_is_answered(box):
 
 
 @pytest.mark.parametrize("junk", [
-    b"\xff\xff\xff\xff", sandbox.pack({}), sandbox.pack({"id": 1, "kind": "run"}),
-    sandbox.pack({"id": 1, "kind": "run", "code": [1], "stdin": "", "seconds": 1, "urgent": 0}),
+    b"\xff\xff\xff\xff", isolation.pack({}), sandbox.pack({"id": 1, "kind": "run"}),
+    isolation.pack({"id": 1, "kind": "run", "code": [1], "stdin": "", "seconds": 1, "urgent": 0}),
     b"\x02\0\0\0[]", b"\x01\0\0\0\x80", b"\x03\0\0\0NaN",
 ])  # fmt: skip
 def test_who_breaks_the_protocol_is_cut_off(box, junk):
     with socket.socket(socket.AF_UNIX) as raw:
         raw.connect(box.address)
         raw.settimeout(60)
-        raw.sendall(sandbox.pack({"secret": box.secret}) + junk)
+        raw.sendall(isolation.pack({"secret": box.secret}) + junk)
         assert raw.recv(100) == b""
     assert run(box, "1").stdout == "1\n"
 
@@ -403,12 +403,11 @@ def test_require_raises_where_a_layer_is_missing():
 
 
 def test_outside_linux_calls_run_with_a_loud_warning(tmp_path):
-    """The path of other systems, forced: a copy of the file that believes not to be on Linux."""
-    folder = Path(sandbox.__file__).parent
-    source = (folder / "sandbox.py").read_text()
-    assert 'LINUX = sys.platform == "linux"' in source
-    (tmp_path / "sandbox.py").write_text(source.replace('sys.platform == "linux"', "False"))
-    (tmp_path / "isolation.py").write_text((folder / "isolation.py").read_text())
+    """The path of other systems, forced: copies that believe not to be on Linux."""
+    for name in ("sandbox.py", "isolation.py"):
+        source = Path(sandbox.__file__).with_name(name).read_text()
+        (tmp_path / name).write_text(source.replace('LINUX = sys.platform == "linux"', "LINUX = 0"))
+    assert "LINUX = 0" in (tmp_path / "isolation.py").read_text()
     code = f"""
 from sandbox import Sandbox
 with Sandbox(preload=(), workers=1, off={ALL_OFF!r}) as box:
@@ -434,4 +433,4 @@ def test_system_call_numbers_are_the_kernels(column, header):
 
 
 def test_a_message_is_length_and_json():
-    assert sandbox.pack({"a": "ä\ud800"}) == b"\x15\0\0\0" + json.dumps({"a": "ä\ud800"}).encode()
+    assert isolation.pack({"a": "ä\ud800"}) == b"\x15\0\0\0" + json.dumps({"a": "ä\ud800"}).encode()
