@@ -317,7 +317,7 @@ def open_run(folder: Path, config: dict, fresh: bool = False, free: tuple = ()) 
         aside = next(p for i in range(1, 10**6) if not (p := Path(f"{folder}.{i}")).exists())
         folder.rename(aside)
         print(f"{folder} moved aside to {aside}")
-    if not saved.exists():
+    if not (folder / "metrics.jsonl").exists():  # nothing was trained: nothing to protect
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _write_synced(folder / ".config.tmp", json.dumps(config, indent=1))
@@ -335,7 +335,7 @@ def open_run(folder: Path, config: dict, fresh: bool = False, free: tuple = ()) 
         rows = "\n".join(f"  {k}: {old.get(k)!r} there, {new.get(k)!r} now" for k in keys)
         raise ValueError(
             f"{folder} is a run with another config:\n{rows}\n"
-            "Give the same flags to continue it, another --run for a new one, or --fresh to move"
+            "Give the same flags to continue it, another --out for a new one, or --fresh to move"
             " it aside."
         )
     return True

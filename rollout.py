@@ -183,12 +183,15 @@ class RolloutStats:
     engine_seconds: float = 0.0  # decoding or prefilling
     tool_wait_seconds: float = 0.0  # nothing to decode, all wait for tools or checks
     idle_end_seconds: float = 0.0  # from this engine's last rollout to the end of the phase
-    last_trajectory_seconds: float = 0.0
     tool_calls: int = 0
     checks: int = 0
     checks_failed: int = 0  # a check that crashed or hung: reward 0, counted
     lost_calls: int = 0
     wall_cut: int = 0
+
+    def add(self, other: RolloutStats) -> None:
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
 
 
 def rollout(
@@ -269,7 +272,6 @@ class Loop:
         self.finished: list[Trajectory] = []
         self.stats = RolloutStats()
         self.next_id = 0
-        self.begin = time.monotonic()
         self.forced = render_forced_prefix(tok)
         self.separator = render_separator(tok)
         self.prompts: dict[str, list[int]] = {}
@@ -408,7 +410,6 @@ class Loop:
     def score(self, seq_id: int, correct: bool) -> None:
         t = self.running.pop(seq_id).trajectory
         t.reward = float(correct)
-        self.stats.last_trajectory_seconds = time.monotonic() - self.begin
         self.finished.append(t)
         if self.progress:
             self.progress(t)

@@ -41,39 +41,22 @@ import torch
 from tqdm import tqdm
 
 import grpo_roc
+import parallel
 import toy
 from data import Group, Problem, Summary, Trajectory, micro_batches, pack, read_problems
 from eval import error_share, evaluate, table
 from kvcache_engine import Engine, blocks_that_fit
 from model import Model, ModelConfig, init_weights, load_model, packed_attention, read_config
 from model import save_model as save_folder
-from parallel import (
-    Ranks,
-    broadcast_over_ranks,
-    clip_gradients_over_ranks,
-    end_ranks,
-    exchange_over_ranks,
-    full_parameters,
-    gather_over_ranks,
-    load_checkpoint,
-    newest_checkpoint,
-    num_shares,
-    open_run,
-    parse_config,
-    print0,
-    save_checkpoint,
-    shard,
-    start_ranks,
-    sum_over_ranks,
-)
+from parallel import Ranks, gather_over_ranks, print0
 from report import write_report
-from rollout import RolloutConfig, rollout
+from rollout import RolloutConfig, RolloutStats, rollout
 from sandbox import Sandbox, SandboxClient
 from scheduler import Lengths, RolloutQueue, queue_order
 from sft import PRESETS as SFT_PRESETS
 from sft import Config as SftConfig
 from sft import make_optimizer, sft
-from tokenizer import SYSTEM_TEXT, USER_TEMPLATE, Tokenizer
+from tokenizer import Tokenizer
 
 # ---- config ----
 
@@ -81,7 +64,7 @@ from tokenizer import SYSTEM_TEXT, USER_TEMPLATE, Tokenizer
 @dataclass
 class Config:
     preset: str = "toy"  # toy | qwen3-0.6b | qwen3-14b | qwen2.5-32b
-    run: str = ""  # run folder; default runs/PRESET
+    out: str = ""  # run folder; default runs/PRESET (torchrun has a --run of its own)
     fast: bool = False  # toy: the same way in a minute, far from converged
     fresh: bool = False  # move an old run folder aside instead of continuing it
     dry_run: bool = False  # print the plan and stop; nothing is allocated
@@ -127,6 +110,7 @@ class Config:
     overlong_filter: bool = False  # truncated trajectories leave their group (paper: it hurts)
     ngram_penalty: float = 0.0  # x repetition, added to p_total (paper: it hurts)
     tool_error_penalty: float = 0.0  # x share of failed calls, off the reward (paper: do not)
+    refill: int = 0  # more rounds of problems at most, until problems_per_step groups have signal
     adv_std: bool = True
     denominator: str = "batch"  # batch | group (Eq. 6) | trajectory (Eq. 1)
     clip_low: float = 0.2
@@ -167,9 +151,9 @@ PAPER_STAGES = (
 )
 STAGES = {
     "toy": (
-        dict(steps=25, max_tokens=160, max_turns=5, lr=4e-4),
-        dict(steps=10, max_tokens=208, max_turns=5, lr=2e-4),
-        dict(steps=10, max_tokens=256, max_turns=7, lr=1e-4, filter_solved=True,
+        dict(steps=30, max_tokens=192, max_turns=5, lr=4e-4),
+        dict(steps=15, max_tokens=224, max_turns=5, lr=2e-4),
+        dict(steps=15, max_tokens=256, max_turns=7, lr=1e-4, filter_solved=True,
              reset_optimizer=True),
     ),
     "qwen3-0.6b": PAPER_STAGES,
@@ -189,7 +173,7 @@ PRESETS = {
     "qwen2.5-32b": dict(dtype="bfloat16", eval_samples=16, stages=2),
 }  # fmt: skip
 FAST = dict(sft_documents=2400, steps=2, eval_problems=96, eval_every=100, filter_problems=32)
-FREE = ("fresh", "dry_run", "workers", "run")  # may differ when a run is continued
+FREE = ("fresh", "dry_run", "workers", "out")  # may differ when a run is continued
 # Shapes for --dry-run; a real run reads config.json of --init.
 SHAPES = {
     "toy": ModelConfig(**toy.TOY_MODEL),
@@ -209,29 +193,18 @@ def stage_config(cfg: Config, given: set[str], stage: int) -> Config:
 
 
 def rollout_config(cfg: Config) -> RolloutConfig:
-    is_toy = cfg.preset == "toy"
+    same = {f.name: getattr(cfg, f.name) for f in fields(RolloutConfig) if hasattr(cfg, f.name)}
+    if cfg.preset != "toy":
+        return RolloutConfig(**same)
     return RolloutConfig(
-        max_turns=cfg.max_turns,
-        max_tokens=cfg.max_tokens,
-        temperature=cfg.temperature,
-        tool_seconds=cfg.tool_seconds,
-        wall_seconds=cfg.wall_seconds,
-        max_calls=cfg.max_calls,
-        policy=cfg.policy,
-        traceback_lines=toy.TRACEBACK_LINES if is_toy else None,
-        system_text=toy.TOY_SYSTEM_TEXT if is_toy else SYSTEM_TEXT,
-        user_template="{question}" if is_toy else USER_TEMPLATE,
-        show_tools=not is_toy,
-    )
+        **same, traceback_lines=toy.TRACEBACK_LINES, system_text=toy.TOY_SYSTEM_TEXT,
+        user_template="{question}", show_tools=False,
+    )  # fmt: skip
 
 
 def evaluation_config(cfg: Config) -> RolloutConfig:
-    return replace(
-        rollout_config(cfg),
-        max_turns=cfg.eval_turns,
-        max_tokens=cfg.eval_tokens,
-        temperature=cfg.eval_temperature,
-    )
+    limits = dict(max_turns=cfg.eval_turns, max_tokens=cfg.eval_tokens)
+    return replace(rollout_config(cfg), temperature=cfg.eval_temperature, **limits)
 
 
 # ---- the job: what lives from step to step ----
@@ -271,7 +244,7 @@ class Job:
     def checkpoint(self, name: str) -> None:
         with self.timed("checkpoint"):
             self.state["seconds"] = dict(self.seconds)
-            save_checkpoint(
+            parallel.save_checkpoint(
                 self.folder / "checkpoints", name, self.model, self.optimizer, self.state
             )
 
@@ -282,7 +255,7 @@ class Job:
 
     def export(self, name: str) -> None:
         """An HF folder: runs/NAME/sft or runs/NAME/model."""
-        tensors = {k: v.cpu() for k, v in full_parameters(self.model)}
+        tensors = {k: v.cpu() for k, v in parallel.full_parameters(self.model)}
         if self.ranks.first:
             save_folder(tensors, self.shape, self.folder / name)
             self.tok.save(self.folder / name / "tokenizer.json")
@@ -338,13 +311,14 @@ def sample_step(job: Job, cfg: Config, problems: list[Problem], step: int):
     expected = {p.id: max(n) for p in problems if (n := job.lengths.by_problem.get(p.id))}
     chunk = cfg.rollouts if cfg.policy == "static_groups" else cfg.group_chunk
     order = queue_order([p.id for p in problems], cfg.rollouts, chunk, expected)
-    queue = RolloutQueue(job.ranks.store, f"step {step}", order, num_engines=job.ranks.world)
+    key = f"step {step} draw {job.state['draws']}"
+    queue = RolloutQueue(job.ranks.store, key, order, num_engines=job.ranks.world)
     title = f"step {step}: rollouts"
     with tqdm(total=len(order), desc=title, leave=False, disable=not job.ranks.first) as bar:
         done = lambda t: bar.update(job.ranks.world)
         return rollout(
             job.engine, job.box, job.tok, queue, problems, rollout_config(cfg), seed=cfg.seed,
-            step=step, policy_version=step, lengths=job.lengths, progress=done,
+            step=step, policy_version=step - 1, lengths=job.lengths, progress=done,
         )  # fmt: skip
 
 
@@ -366,20 +340,6 @@ def rollout_digest(groups: list[Group], kept: set[tuple[str, int]]) -> str:
     return digest.hexdigest()
 
 
-@dataclass
-class Item:
-    """A kept trajectory in an optimiser step: what the loss needs, and which share it is in."""
-
-    minibatch: int
-    share: int
-    micro: int
-    weight: float
-    advantage: float
-    token_ids: list[int]
-    loss_mask: list[int]
-    logprobs: list[float]
-
-
 def deal(cfg: Config, groups: list[Group], world: int) -> dict[tuple[str, int], dict]:
     """(problem, rollout) of every kept trajectory -> minibatch, share, micro, weight, advantage.
 
@@ -399,7 +359,8 @@ def deal(cfg: Config, groups: list[Group], world: int) -> dict[tuple[str, int], 
             advantages = grpo_roc.group_advantages(rewards, cfg.adv_std).tolist()
             rows += zip(members, group_weights, advantages)
         lengths = [t.num_tokens for t, _, _ in rows]
-        for share, micros in enumerate(micro_batches(lengths, num_shares(world), cfg.micro_tokens)):
+        shares = micro_batches(lengths, parallel.num_shares(world), cfg.micro_tokens)
+        for share, micros in enumerate(shares):
             for micro, indices in enumerate(micros):
                 for i in indices:
                     t, weight, advantage = rows[i]
@@ -409,38 +370,35 @@ def deal(cfg: Config, groups: list[Group], world: int) -> dict[tuple[str, int], 
     return placed
 
 
-def exchange_kept(job: Job, trajectories: list[Trajectory], placed: dict) -> list[Item]:
-    """Moves kept trajectories to the ranks that compute their shares; order: (problem, rollout)."""
-    world = job.ranks.world
-    outgoing = [[] for _ in range(world)]
-    for t in trajectories:
-        place = placed.get((t.problem.id, t.rollout))
-        if place:
-            row = dict(place, token_ids=t.token_ids, loss_mask=t.loss_mask, logprobs=t.logprobs)
-            outgoing[place["share"] % world].append([t.problem.id, t.rollout, row])
-    order = {key: i for i, key in enumerate(placed)}
-    rows = exchange_over_ranks(outgoing)
-    rows.sort(key=lambda row: order[row[0], row[1]])
-    return [Item(**row) for _, _, row in rows]
+def exchange_kept(job: Job, trajectories: list[Trajectory], placed: dict) -> list[dict]:
+    """Moves kept trajectories to the ranks that compute their shares. Returns what came here, in
+    the order (problem, rollout): the columns of the loss and their place."""
+    outgoing = [[] for _ in range(job.ranks.world)]
+    here = {(t.problem.id, t.rollout): t for t in trajectories}
+    for i, (key, place) in enumerate(placed.items()):
+        if t := here.get(key):
+            columns = dict(token_ids=t.token_ids, loss_mask=t.loss_mask, logprobs=t.logprobs)
+            outgoing[place["share"] % job.ranks.world].append({"order": i, **place, **columns})
+    return sorted(parallel.exchange_over_ranks(outgoing), key=lambda item: item["order"])
 
 
-def micro_batches_of(items: list[Item], minibatch: int, count: int, shares: range, device):
-    """(Batch, is it real) for every share and micro-batch of this rank, as many on every rank; an
-    empty one is a dummy of weight 0, because a sharded forward needs all ranks."""
+def batches_of(items: list[dict], minibatch: int, count: int, shares: range, device):
+    """The Batch of every share and micro-batch of this rank, as many on every rank; an empty one
+    is a dummy of weight 0, because a sharded forward needs all ranks."""
     for share in shares:
         for micro in range(count):
             at = (minibatch, share, micro)
-            mine = [x for x in items if (x.minibatch, x.share, x.micro) == at]
+            mine = [x for x in items if (x["minibatch"], x["share"], x["micro"]) == at]
             if not mine:
                 yield pack([([0, 0], [0, 1])], weights=0.0, device=device)
                 continue
             batch = pack(
-                [(x.token_ids, x.loss_mask) for x in mine],
-                weights=[x.weight for x in mine],
-                advantages=[x.advantage for x in mine],
+                [(x["token_ids"], x["loss_mask"]) for x in mine],
+                weights=[x["weight"] for x in mine],
+                advantages=[x["advantage"] for x in mine],
                 device=device,
             )
-            flat = [p for x in mine for p in x.logprobs]
+            flat = [p for x in mine for p in x["logprobs"]]
             batch.engine_logprobs = torch.tensor(flat, dtype=torch.float32, device=device)
             yield batch
 
@@ -454,16 +412,16 @@ def token_logprobs_of(model, batch, temperature: float):
     return torch.cat([logprobs.new_zeros(1), logprobs[:-1]])
 
 
-def update(job: Job, cfg: Config, items: list[Item], placed: dict, lr: float) -> dict[str, float]:
+def update(job: Job, cfg: Config, items: list[dict], placed: dict, lr: float) -> dict[str, float]:
     """The optimiser steps of one rollout batch; returns metrics summed over ranks."""
     ranks, model = job.ranks, job.model
     for group in job.optimizer.param_groups:
         group["lr"] = lr
-    shares = range(ranks.rank, num_shares(ranks.world), ranks.world)
+    shares = range(ranks.rank, parallel.num_shares(ranks.world), ranks.world)
     steps = []
     for m in sorted({p["minibatch"] for p in placed.values()}):
         count = 1 + max(p["micro"] for p in placed.values() if p["minibatch"] == m)
-        steps.append(list(micro_batches_of(items, m, count, shares, ranks.device)))
+        steps.append(list(batches_of(items, m, count, shares, ranks.device)))
     olds = None
     if len(steps) > 1:  # pi_old: the trainer's log-probabilities before the first step
         with torch.no_grad():
@@ -486,50 +444,64 @@ def update(job: Job, cfg: Config, items: list[Item], placed: dict, lr: float) ->
             )
             for name, value in metrics.items():
                 sums[name] += value.item()
-        norms.append(clip_gradients_over_ranks(model.parameters(), cfg.grad_clip))
+        norms.append(parallel.clip_gradients_over_ranks(model.parameters(), cfg.grad_clip))
         job.optimizer.step()
         job.optimizer.zero_grad(set_to_none=True)
-    total = sum_over_ranks(dict(sums))
+    total = parallel.sum_over_ranks(dict(sums))
     tokens = max(total.pop("tokens"), 1)
     loss = total.pop("loss") / len(steps)
     means = {name: value / tokens for name, value in total.items()}
     return {"loss": loss, "grad_norm": max(norms), "loss_tokens": tokens, **means}
 
 
-def rl_step(job: Job, cfg: Config, stage: int, step: int, at: int, problems: list[Problem]) -> dict:
-    """Step `step` of the run, `at` of its stage: rollouts to new weights. Returns its metrics."""
-    begin, before = time.monotonic(), dict(job.seconds)
-    counters = dict(vars(job.engine.counters))
-    with job.timed("rollout"):
-        trajectories, stats = sample_step(job, cfg, problems, step)
-    for t in trajectories:
-        t.penalty = grpo_roc.trajectory_penalty(t, cfg.ngram_penalty)
-    with job.timed("exchange"):
-        per_rank = gather_over_ranks([t.summary(job.ranks.rank) for t in trajectories])
-    summaries = [s for rows in per_rank for s in rows]
-    groups = make_groups(problems, summaries)
-    kept_groups, counts = grpo_roc.select_groups(
-        groups, cfg.group_size, cfg.seed, step, cfg.overlong_filter, resample=cfg.resample,
-        select=cfg.select, roc_eps=cfg.roc_eps, min_keep=cfg.min_keep,
-    )  # fmt: skip
+def rl_step(job: Job, cfg: Config, stage: int, problems: list[Problem]) -> dict:
+    """One step of the run, from rollouts to new weights. Returns its metrics."""
+    state, begin, before = job.state, time.monotonic(), dict(job.seconds)
+    counters, stats = dict(vars(job.engine.counters)), RolloutStats()
+    step, trajectories, tried, summaries = state["step"] + 1, [], [], []
+    how = {k: getattr(cfg, k) for k in ("resample", "select", "roc_eps", "min_keep")}
+    for _ in range(1 + cfg.refill):
+        seed = f"{cfg.seed}/{stage}"
+        chosen = problems_of_step(problems, cfg.problems_per_step, seed, state["draws"])
+        state["draws"] += 1
+        with job.timed("rollout"):
+            new, more = sample_step(job, cfg, chosen, step)
+        for t in new:
+            t.penalty = grpo_roc.trajectory_penalty(t, cfg.ngram_penalty)
+        with job.timed("exchange"):
+            per_rank = gather_over_ranks([t.summary(job.ranks.rank) for t in new])
+        tried, trajectories = tried + chosen, trajectories + new
+        summaries += [s for rows in per_rank for s in rows]
+        for s in summaries[-len(chosen) * cfg.rollouts :]:  # every rank learns the same lengths
+            if s.rank != job.ranks.rank:
+                job.lengths.add(s.problem_id, s.num_tokens)
+        stats.add(more)
+        groups = make_groups(tried, summaries)
+        kept_groups, counts = grpo_roc.select_groups(
+            groups, cfg.group_size, cfg.seed, step, cfg.overlong_filter, **how
+        )
+        if len(kept_groups) >= cfg.problems_per_step:
+            break
     kept = {(s.problem_id, s.rollout) for g in kept_groups for s in g.trajectories}
     for t in trajectories:
         t.kept = (t.problem.id, t.rollout) in kept
     placed = deal(cfg, kept_groups, job.ranks.world)
-    lr = cfg.lr * min(1.0, (job.state["steps_since_reset"] + 1) / max(cfg.warmup, 1))
-    row = {"phase": "rl", "stage": stage + 1, "step": step, "lr": lr}
-    if placed:
+    lr = cfg.lr * min(1.0, (state["steps_since_reset"] + 1) / max(cfg.warmup, 1))
+    row = {"phase": "rl", "stage": stage + 1, "step": step, "lr": lr, "skipped": not placed}
+    if placed:  # else every group was dropped: no update, counted
         with job.timed("exchange"):
             items = exchange_kept(job, trajectories, placed)
         with job.timed("update"):
             row |= update(job, cfg, items, placed, lr)
         job.hand_over()
-    row["skipped"] = not placed  # every group was dropped: no update, counted
-    row |= {f"groups_{k}" if k != "groups" else k: v for k, v in counts.items()}
+    row |= {k if k == "groups" else f"groups_{k}": v for k, v in counts.items()}
     row |= rollout_metrics(summaries, kept)
+    state["rewards"] = (state["rewards"] + [row["reward"]])[-20:]
+    last, earlier = state["rewards"][-10:], state["rewards"][:-10]
+    row["plateau"] = sum(last) / len(last) - sum(earlier) / len(earlier) if earlier else None
     row["rollout_digest"] = rollout_digest(groups, kept)
     row |= over_ranks(job, trajectories, stats, counters)
-    write_traces(job, trajectories, problems[: cfg.trace_groups], f"step_{step:05d}")
+    write_traces(job, trajectories, tried[: cfg.trace_groups], f"step_{step:05d}")
     spent = {k: round(v - before.get(k, 0), 3) for k, v in job.seconds.items()}
     row["seconds"] = {k: v for k, v in spent.items() if v} | {"step": time.monotonic() - begin}
     return row
@@ -563,12 +535,11 @@ def rollout_metrics(summaries: list[Summary], kept: set) -> dict:
 def over_ranks(job: Job, trajectories: list[Trajectory], stats, counters: dict) -> dict:
     """What only each rank knows, summed; shares are of all engines' time in the phase."""
     local = {k: v - counters[k] for k, v in vars(job.engine.counters).items()}
-    local |= {k: v for k, v in vars(stats).items() if k != "last_trajectory_seconds"}
+    local |= vars(stats)
     local["entropy"] = sum(sum(t.entropies) for t in trajectories)
-    total = sum_over_ranks(local)
+    total = parallel.sum_over_ranks(local)
     phase = total["seconds"] + total["idle_end_seconds"]
-    tokens = max(total.pop("generated"), 1)
-    last = max(gather_over_ranks(stats.last_trajectory_seconds))
+    tokens, last = max(total["generated"], 1), max(gather_over_ranks(stats.seconds))
     return {
         "generated_tokens": tokens,
         "entropy": total["entropy"] / tokens,
@@ -674,39 +645,35 @@ def run_stages(job: Job) -> None:
                 state["left"] = [p.id for p in unsolved_problems(job, staged)]
             chosen = set(state["left"])
             problems = [p for p in job.problems if p.id in chosen]
-        if state["at"] == 0:
-            print0(
-                job.ranks,
-                f"\nstage {stage + 1}: {staged.steps} steps, {staged.problems_per_step} problems x"
-                f" {staged.rollouts} rollouts, {staged.max_tokens} tokens, {staged.max_turns}"
-                f" turns, lr {staged.lr:g}\n{HEADER}",
-            )
-            if staged.reset_optimizer:
-                job.optimizer = rl_optimizer(job.model, cfg)
-                state["steps_since_reset"] = 0
+        print0(
+            job.ranks,
+            f"\nstage {stage + 1}: {staged.steps} steps, {staged.problems_per_step} problems x"
+            f" {staged.rollouts} rollouts, {staged.max_tokens} tokens, {staged.max_turns} turns,"
+            f" lr {staged.lr:g}\n{HEADER}",
+        )
+        if state["at"] == 0 and staged.reset_optimizer:
+            job.optimizer = rl_optimizer(job.model, cfg)
+            state["steps_since_reset"] = 0
         job.lengths = Lengths(staged.max_tokens)
-        while state["at"] < staged.steps:
-            at, step = state["at"], state["step"] + 1
-            chosen = problems_of_step(
-                problems, staged.problems_per_step, f"{cfg.seed}/{stage}", at
-            )
-            row = rl_step(job, staged, stage, step, at, chosen)
+        for _ in range(state["at"], staged.steps):
+            row = rl_step(job, staged, stage, problems)
             job.log(row)
             print0(job.ranks, step_line(row))
-            state["step"], state["at"] = step, at + 1
-            state["steps_since_reset"] += 1
-            if state["at"] == staged.steps:
-                run_evaluation(job, f"stage {stage + 1}", stage + 1, step)
-            elif step % cfg.eval_every == 0:
-                run_evaluation(job, f"step {step}", stage + 1, step)
-            if state["at"] == staged.steps:
-                state["stage"], state["at"] = stage + 1, 0
-            if step % cfg.checkpoint_every == 0 or state["at"] == 0:
-                job.checkpoint(f"1-rl-{step:06d}")
-            if job.ranks.first and (step % 10 == 0 or state["at"] == 0):
-                write_report(job.folder)
-            if state["at"] == 0:
-                break
+            for key in ("step", "at", "steps_since_reset"):
+                state[key] += 1
+            end_of_step(job, stage, last=state["at"] == staged.steps)
+
+def end_of_step(job: Job, stage: int, last: bool) -> None:
+    """Evaluation, checkpoint and page, when they are due; `last` of its stage: all three."""
+    cfg, state, step = job.cfg, job.state, job.state["step"]
+    if last or step % cfg.eval_every == 0:
+        run_evaluation(job, f"stage {stage + 1}" if last else f"step {step}", stage + 1, step)
+    if last:
+        state.update(stage=stage + 1, at=0, draws=0)
+    if last or step % cfg.checkpoint_every == 0:
+        job.checkpoint(f"1-rl-{step:06d}")
+    if job.ranks.first and (last or step % cfg.eval_every == 0):
+        write_report(job.folder)
 
 
 def rl_optimizer(model, cfg: Config):
@@ -754,7 +721,7 @@ def make_tokenizer(cfg: Config, folder: Path, ranks: Ranks) -> Tokenizer:
     path = folder / "tokenizer.json"
     if ranks.first and not path.exists():
         toy.toy_tokenizer(cfg.seed).save(path)
-    broadcast_over_ranks(None)  # the file is there
+    parallel.broadcast_over_ranks(None)  # the file is there
     return Tokenizer.from_file(path)
 
 
@@ -770,7 +737,7 @@ def make_models(cfg: Config, ranks: Ranks) -> tuple[Model, Model, ModelConfig]:
         init_weights(model, cfg.seed, **toy.TOY_INIT)
     with torch.device(ranks.device):
         engine_model = Model(shape).to(dtype).eval()
-    return shard(model, ranks, dtype), engine_model, shape
+    return parallel.shard(model, ranks, dtype), engine_model, shape
 
 
 @contextlib.contextmanager
@@ -800,7 +767,7 @@ def cache_blocks(cfg: Config, model: Model, ranks: Ranks) -> int:
 
 def start(cfg: Config, given: set[str], ranks: Ranks, box) -> Job:
     """Builds everything and goes to where the newest checkpoint was."""
-    folder = Path(cfg.run)
+    folder = Path(cfg.out)
     problems, held_out = make_data(cfg, folder, ranks)
     tok = make_tokenizer(cfg, folder, ranks)
     model, engine_model, shape = make_models(cfg, ranks)
@@ -809,9 +776,12 @@ def start(cfg: Config, given: set[str], ranks: Ranks, box) -> Job:
         max_num_seqs=cfg.max_seqs,
     )  # fmt: skip
     job = Job(cfg, given, ranks, folder, tok, model, shape, engine, box, problems, held_out)
-    job.state = dict(sft_step=0, stage=0, at=0, step=0, steps_since_reset=0, rows=0, phase="sft")
-    path, damaged = broadcast_over_ranks(
-        newest_checkpoint(folder / "checkpoints") if ranks.first else None
+    job.state = dict(
+        phase="sft", sft_step=0, stage=0, at=0, step=0, draws=0, steps_since_reset=0, rows=0,
+        rewards=[],
+    )  # fmt: skip
+    path, damaged = parallel.broadcast_over_ranks(
+        parallel.newest_checkpoint(folder / "checkpoints") if ranks.first else None
     )
     for sentence in damaged:
         print0(ranks, sentence)
@@ -819,7 +789,7 @@ def start(cfg: Config, given: set[str], ranks: Ranks, box) -> Job:
     how = SftConfig(**SFT_PRESETS["toy"])
     job.optimizer = rl_optimizer(model, cfg) if in_rl else make_optimizer(model, how)
     if path:
-        job.state = load_checkpoint(path, model, job.optimizer)
+        job.state = parallel.load_checkpoint(path, model, job.optimizer)
         job.seconds.update(job.state["seconds"])
         print0(ranks, f"continues from {path}")
     if ranks.first:
@@ -891,21 +861,21 @@ def dry_run(cfg: Config, given: set[str]) -> None:
 
 def main() -> None:
     base = lambda given: PRESETS[given.get("preset", "toy")] | (FAST if given.get("fast") else {})
-    cfg, given = parse_config(Config, base=base, choices=PRESETS, description=__doc__)
-    if not cfg.run:
-        cfg = replace(cfg, run=f"runs/{cfg.preset}{'-fast' if cfg.fast else ''}")
+    cfg, given = parallel.parse_config(Config, base=base, choices=PRESETS, description=__doc__)
+    if not cfg.out:
+        cfg = replace(cfg, out=f"runs/{cfg.preset}{'-fast' if cfg.fast else ''}")
     if cfg.dry_run:
         return dry_run(cfg, given)
-    ranks = start_ranks(cfg.device or None, cfg.threads)
+    ranks = parallel.start_ranks(cfg.device or None, cfg.threads)
     error = None
     if ranks.first:
         saved = {f.name: getattr(cfg, f.name) for f in fields(cfg)}
         saved["evaluation"] = asdict(evaluation_config(cfg))
         try:
-            open_run(Path(cfg.run), saved, cfg.fresh, FREE)
+            parallel.open_run(Path(cfg.out), saved, cfg.fresh, FREE)
         except (OSError, ValueError) as e:
             error = str(e)
-    error = broadcast_over_ranks(error)
+    error = parallel.broadcast_over_ranks(error)
     try:
         if error:
             raise ValueError(error)
@@ -915,7 +885,7 @@ def main() -> None:
             raise
         print0(ranks, f"train.py: {e}")
         sys.exit(2)
-    end_ranks()
+    parallel.end_ranks()
 
 
 if __name__ == "__main__":

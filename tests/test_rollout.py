@@ -255,7 +255,7 @@ def test_closing_tag_inside_a_json_string_does_not_end_the_call():
     "text, error",
     [
         (f'<tool_call>{{"name": "{NAME}", "arguments": {{"code": "1"}}</tool_call>', "delimiter"),
-        (f'<tool_call>{{"name": "{NAME}", "arguments": {{"code": "a\nb"}}}}</tool_call>', "control"),
+        (f'<tool_call>{{"name": "{NAME}", "arguments": "a\nb"}}</tool_call>', "control"),
         ('<tool_call>{"name": "f", "arguments": {}}</tool_call>', "no tool is named 'f'"),
         (f'<tool_call>{{"name": "{NAME}", "arguments": {{}}}}</tool_call>', "'code' is missing"),
         (f'<tool_call>{{"name": "{NAME}", "arguments": {{"code": 1}}}}</tool_call>', "a string"),
