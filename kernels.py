@@ -402,11 +402,12 @@ def paged_attention_kernel(q, k_cache, v_cache, cu_seqlens, context_lens, block_
         acc = tl.dot(p.to(values.dtype), values, acc * rescale[:, None])
         top = new_top
     at = ((start + token) * SPLITS + split) * H + head
-    y = acc / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(out + at[:, None] * D + d[None, :], y.to(out.dtype.element_ty), mask=inside[:, None])
+    full, total = total > 0, tl.where(total > 0, total, 1.0)  # no key at all: zeros
+    y = (acc / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + at[:, None] * D + d[None, :], y, mask=inside[:, None])
     if DECODE:
-        tl.store(lse + at, tl.where(total > 0, top * 0.6931471805599453 + tl.log(total), -1e30),
-                 mask=inside)
+        log_sum = tl.where(full, top * 0.6931471805599453 + tl.log(total), -1e30)
+        tl.store(lse + at, log_sum, mask=inside)
 
 
 def paged_decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor,
