@@ -126,13 +126,13 @@ SPELLINGS = [
     (r"\s+", " "),
     (r"(?<!\\)\$|\\(?:left|right)\s*\.", ""),
     (r"(?<=\d)(?:,?\\!|\{,\}|\\[,;: ]|~)\s*(?=\d{3}(?!\d))", ""),  # 10,\!080
-    (r"(\d*)\.(\d*) ?(?:\\(?:overline|bar|dot) ?\{?|\()(\d+)[})]?",  # 0.1\overline{6} = 0.1 + 6/90
+    (r"(\d*)\.(\d*) ?(?:\\(?:overline|bar|dot) ?\{?|\()(\d+)[)}]?",  # 0.1\overline{6} = 0.1 + 6/90
      lambda m: f"({m[1]}.{m[2]}0+{m[3]}/{'9' * len(m[3])}{'0' * len(m[2])})"),
     (r"\\mathbb ?\{?R\}?|\\R(?![a-zA-Z])|ℝ", r"(-\\infty,\\infty)"),
     (r"\\(\\|[a-zA-Z]+|.)", lambda m: ALIASES.get(m[1], m[0])),
     (r"\|([^|]+)\|", r"\\abs(\1)"),
     (r"\*\*", "^"), (r"<=", "≤"), (r">=", "≥"), (r"!=", "≠"), (r"==", "="), (r"\+/-", "±"),
-    (r"\^ ?\{? ?\\circ ?\}?|\bdegrees?\b", "°"),
+    (r"\^ ?(?:\{ ?\\circ ?\}|\\circ)|\bdegrees?\b", "°"),
     (r"\bpercent\b", "%"),
     (r"\\?\blg\b", r"\\log_{10}"),
     (r"\\(sin|cos|tan|cot|sec|csc) ?\^ ?\{ ?-1 ?\}", r"\\arc\1 "),
@@ -278,7 +278,7 @@ class Parser:
 
     def unit(self, words: list):
         """Its mark, 1 for words that are no unit we know: 12 apples is 12."""
-        self.take(r"\^ *\{? *\d *\}?")
+        self.take(r"\^ *(?:\d|\{ *\d *\})")
         words = [word if word in UNITS else word.rstrip("s") for word in words]
         known = [UNITS[word] for word in words if word in UNITS]
         return sympy.Symbol("#unit " + known[0]) if known else sympy.S.One
@@ -297,7 +297,7 @@ class Parser:
 
     def postfix(self):
         value = self.atom()
-        while sign := self.take(r"!|%|°|_ *\{? *\d+ *\}?"):
+        while sign := self.take(r"!|%|°|_ *(?:\d+|\{ *\d+ *\})"):
             mark = sympy.Symbol("#" + re.sub(r"[ {}]", "", sign))
             value = call("factorial", value) if sign == "!" else value * mark
         return value
@@ -391,9 +391,9 @@ def listed(kind: str, items: list):
     """A list or set: an item with ± is two; x = 1, x = 2 is 1, 2; a bare list of one is it."""
     sign, both = sympy.Symbol("#±"), (sympy.S.One, sympy.S.NegativeOne)
     items = [x.xreplace({sign: s}) for x in items for s in both[: 1 + (sign in x.free_symbols)]]
-    names = {x.items[0] for x in items if x.is_Relational and x.kind == "=" and is_name(x.items[0])}
-    if len(names) == 1 and len(items) > 1:
-        items = [x.items[1] if x.is_Relational and x.items[0] in names else x for x in items]
+    names = {x.items[0] if x.kind == "=" else None for x in items if x.is_Relational}
+    if len(items) > 1 and len(names) == 1 and None not in names and all(map(is_name, names)):
+        items = [x.items[1] if x.is_Relational else x for x in items]
     return items[0] if kind == "" and len(items) == 1 else Node(kind, tuple(items))
 
 
