@@ -28,6 +28,7 @@ rollout between engines.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -49,27 +50,41 @@ class EngineView:
     max_tokens: int  # budget of one rollout
     max_seqs: int = 512
     running: list[tuple[str, int]] = field(default_factory=list)  # (problem id, tokens so far)
-    finished: Lengths | None = None
+    ended: list[int] = field(default_factory=list)  # lengths that ended here in this step
+    finished: Lengths | None = None  # of the run, this step's included
 
 
 class Lengths:
-    """Lengths of the finished trajectories of a run, by problem. One for the whole run."""
+    """Lengths of the finished trajectories of a run, and what they say of a running rollout."""
 
     def __init__(self, max_tokens: int):
-        self.max_tokens = max_tokens
+        self.width = max_tokens / NUM_BINS  # tokens a bin
         self.by_problem = defaultdict(list)
         self.counts = np.zeros(NUM_BINS + 1)
+        self.tables_at = -1
 
     def add(self, problem_id: str, length: int) -> None:
         self.by_problem[problem_id].append(length)
-        self.counts[min(length * NUM_BINS // self.max_tokens, NUM_BINS)] += 1
+        self.counts[min(int(length / self.width), NUM_BINS)] += 1
 
-    def survival(self) -> np.ndarray:
-        """(NUM_BINS + 1,): S at the lower edge of each bin, 0 beyond the budget. With nothing
-        finished yet every rollout is taken to be as long as the budget, as `capacity` does."""
-        counts = self.counts.copy()
-        counts[-1] += counts.sum() == 0
-        return counts[::-1].cumsum()[::-1] / counts.sum()
+    def tables(self):
+        """held, variance (now, k): of the tokens in k bins of a rollout that is in bin `now`;
+        work (now,): its expected final squared length. Made again when there is 1 % more to know.
+        With nothing finished yet a rollout is taken to reach the budget, as `capacity` does."""
+        if self.counts.sum() > 1.01 * self.tables_at:
+            self.tables_at = self.counts.sum()
+            bins = np.arange(NUM_BINS + 1)
+            share = self.counts if self.tables_at else bins == NUM_BINS
+            share = share / share.sum()
+            survival = np.append(share[::-1].cumsum()[::-1], np.zeros(NUM_BINS))  # S
+            ahead = bins[:, None] + bins  # (now, k)
+            alive = survival[ahead] / np.maximum(survival[bins], 1e-9)[:, None]
+            tokens = ahead * self.width
+            self.held, self.variance = alive * tokens, alive * (1 - alive) * tokens**2
+            self.work = np.triu(share * (bins * self.width) ** 2).sum(1) / np.maximum(
+                survival[bins], 1e-9
+            )
+        return self.held, self.variance, self.work
 
 
 # ---- the policies ----
@@ -97,21 +112,23 @@ def capacity(view: EngineView) -> int:
     return view.cache_tokens // view.max_tokens - len(view.running)
 
 
-def expected(view: EngineView, risk: float = 1.0) -> int:
-    """The largest n with  mean(k) + risk * deviation(k) + n * k * S(k) <= cache  for all k."""
-    survival = view.finished.survival()
-    bins = np.arange(NUM_BINS + 1)
-    width = view.max_tokens / NUM_BINS
-    at = np.array([tokens for _, tokens in view.running], dtype=float)[:, None]
-    at_bin = np.minimum(at // width, NUM_BINS).astype(int)
-    ahead = np.minimum(at_bin + bins, NUM_BINS)  # (running, k)
-    alive = survival[ahead] / np.maximum(survival[at_bin], 1e-9) * (at_bin + bins <= NUM_BINS)
-    tokens = at + bins * width
-    mean = (alive * tokens).sum(0)  # (k,)
-    deviation = np.sqrt((alive * (1 - alive) * tokens**2).sum(0))
-    room = view.cache_tokens - mean - risk * deviation
-    per_rollout = np.maximum(bins * width * survival, 1)
-    return int(max(0, (room / per_rollout)[1:].min()))
+def expected(view: EngineView, risk: float = 1.0, overtime: float = 0.25) -> int:
+    """The largest n with  mean(k) + risk * deviation(k) + n * k * S(k) <= cache  for all k, that
+    leaves the engine's work (done and expected, in squared lengths: a token reads all before it)
+    within its share. So the last rollouts go to engines that drew short ones. An engine beyond
+    its share may go on when less than `overtime` of a share is left to do: shares are estimates."""
+    held, variance, work = view.finished.tables()
+    now = [min(math.ceil(tokens / view.finished.width), NUM_BINS) for _, tokens in view.running]
+    running = np.bincount(now, minlength=NUM_BINS + 1)  # (now,): how many are in that bin
+    room = view.cache_tokens - running @ held - risk * np.sqrt(running @ variance)  # (k,)
+    fit = (room / np.maximum(held[0], 1))[1:].min()
+
+    squared = (np.arange(NUM_BINS + 1) * view.finished.width) ** 2
+    share = work[0] * view.total / view.num_engines
+    mine = sum(length**2 for length in view.ended) + running @ work
+    left = running @ (work - squared)
+    undone = max(share - mine, overtime * share - left) / work[0]
+    return int(max(0, min(fit, math.ceil(undone))))
 
 
 # ---- the queue ----
