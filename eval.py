@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from data import Problem, Summary, Trajectory, read_problems
 from reward import integer_verdict, is_equivalent
-from rollout import RolloutConfig, rollout, settings_of_run
+from rollout import RolloutConfig, model_config, rollout, settings_of_run
 from scheduler import RolloutQueue, queue_order
 
 # ---- numbers ----
@@ -246,11 +246,10 @@ def evaluate_folder(args) -> None:
     from tokenizer import Tokenizer
 
     torch.set_num_threads(1)
-    folder, cfg = (args.model, RolloutConfig(0, 0)) if args.model else settings_of_run(args.run)
-    if args.model:
-        cfg = RolloutConfig(max_turns=30, max_tokens=30720, temperature=0.6)
     given = {k: getattr(args, k) for k in ("temperature", "top_p", "max_tokens", "max_turns")}
-    cfg = replace(cfg, **{k: v for k, v in given.items() if v is not None})
+    given = {k: v for k, v in given.items() if v is not None}
+    folder, cfg = (args.model, None) if args.model else settings_of_run(args.run)
+    cfg = replace(cfg, **given) if cfg else model_config(args.chat, **given)
     problems = read_problems(args.data or args.run / "evaluation.jsonl")[: args.limit]
     tok = Tokenizer.from_file(folder / "tokenizer.json")
     cache = args.cache_tokens or 4 * cfg.max_tokens
@@ -277,6 +276,7 @@ def main() -> None:
     what.add_argument("--audit", type=Path, help="a run folder")
     what.add_argument("--entropy", type=Path, help="a run folder")
     parser.add_argument("--data", type=Path, help="problems: .jsonl, .json or .parquet")
+    parser.add_argument("--chat", action="store_true", help="with --model: its own ChatML form")
     parser.add_argument("--out", type=Path, help="write sampled answers here, for data.py filter")
     parser.add_argument("--samples", type=int, default=1, help="rollouts a problem; paper: 16")
     parser.add_argument("--limit", type=int, help="only the first so many problems")

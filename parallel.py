@@ -20,6 +20,7 @@ late. Nothing here knows what is trained.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import hashlib
 import inspect
@@ -30,6 +31,7 @@ import shutil
 import signal
 import sys
 import typing
+import warnings
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
@@ -224,7 +226,8 @@ def save_checkpoint(folder: Path, name: str, model, optimizer, state: dict, keep
         temporary.mkdir(parents=True)
     barrier_over_ranks()
     tensors = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
-    dcp.save(tensors, checkpoint_id=temporary / "tensors", no_dist=not dist.is_initialized())
+    with _quiet():
+        dcp.save(tensors, checkpoint_id=temporary / "tensors", no_dist=not dist.is_initialized())
     barrier_over_ranks()
     if _first():
         (temporary / "state.json").write_text(json.dumps(state))
@@ -273,11 +276,20 @@ def load_checkpoint(path: Path, model, optimizer) -> dict:
     """Fills model and optimiser in place, whatever number of ranks wrote them; returns `state`."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     tensors = {"model": model_state, "optimizer": optimizer_state}
-    dcp.load(tensors, checkpoint_id=path / "tensors", no_dist=not dist.is_initialized())
+    with _quiet():
+        dcp.load(tensors, checkpoint_id=path / "tensors", no_dist=not dist.is_initialized())
     set_state_dict(
         model, optimizer, model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"]
     )
     return json.loads((path / "state.json").read_text())
+
+
+@contextlib.contextmanager
+def _quiet():
+    """One process is meant: torch need not warn that there is only one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _first() -> bool:

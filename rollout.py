@@ -58,6 +58,8 @@ from tokenizer import (
     tool_response_text,
 )
 
+CHAT_TEMPLATE = "{question}\n\nReason step by step and put the final answer into \\boxed{}."
+
 
 @dataclass(frozen=True)
 class RolloutConfig:
@@ -75,6 +77,7 @@ class RolloutConfig:
     system_text: str = SYSTEM_TEXT
     user_template: str = USER_TEMPLATE
     show_tools: bool = True  # the tool signature in the prompt (the toy leaves it out)
+    chat: bool = False  # the model's own form: no forced prefix, the last box anywhere counts
 
 
 # ---- tools: a second one is a second entry ----
@@ -272,7 +275,7 @@ class Loop:
         self.finished: list[Trajectory] = []
         self.stats = RolloutStats()
         self.next_id = 0
-        self.forced = render_forced_prefix(tok)
+        self.forced = render_forced_prefix(tok, "") if cfg.chat else render_forced_prefix(tok)
         self.separator = render_separator(tok)
         self.prompts: dict[str, list[int]] = {}
 
@@ -390,20 +393,21 @@ class Loop:
 
     def end(self, seq_id: int, stop_reason: str) -> None:
         """Frees the engine's blocks and scores: truncated means 0, whatever it contains."""
-        run = self.running[seq_id]
+        run, cfg = self.running[seq_id], self.cfg
         t = run.trajectory
         t.stop_reason = stop_reason
         if t.num_turns or stop_reason == "wall":
             self.engine.abort(seq_id)
         wrote = [self.tok.decode(t.token_ids[a:b]) for a, b, kind in t.segments if kind == "model"]
-        t.answer = extract_answer("\n".join(wrote))
+        text = "\n".join(wrote)
+        t.answer = extract_answer(f"<answer>{text}</answer>" if cfg.chat else text)
         if stop_reason in ("length", "wall") or t.answer is None:
             return self.score(seq_id, False)
         verdict = integer_verdict(t.answer, t.problem.answer)
         self.stats.checks += 1
         if verdict is not None:
             return self.score(seq_id, verdict)
-        handle = self.box.submit_check(t.answer, t.problem.answer, seconds=self.cfg.check_seconds)
+        handle = self.box.submit_check(t.answer, t.problem.answer, seconds=cfg.check_seconds)
         run.check = handle
         self.owner[handle] = seq_id
 
@@ -428,6 +432,14 @@ class Loop:
             self.end(seq_id, "wall")
 
 
+def model_config(chat: bool, **given) -> RolloutConfig:
+    """The paper's evaluation settings (section 5.1), for a folder that is not a run of ours."""
+    form = dict(chat=True, system_text="", user_template=CHAT_TEMPLATE) if chat else {}
+    given = {k: v for k, v in given.items() if v is not None}
+    paper = dict(max_turns=30, max_tokens=30720, temperature=0.6)
+    return RolloutConfig(**{**paper, **form, **given})
+
+
 def noise_key(seed: int, step: int, problem_id: str, rollout_index: int) -> int:
     """63 bits from which the engine draws all noise of one rollout (with the token's position)."""
     digest = sha256(f"{seed}/{step}/{problem_id}/{rollout_index}".encode()).digest()
@@ -441,17 +453,18 @@ COLOURS = {"prompt": "2", "forced": "90", "model": "32", "separator": "0", "tool
 
 def live_printer(tok: Tokenizer, colour: bool):
     """A `watch` that prints each token once, as it comes, in the colour of who wrote it."""
-    stream, printed = tok.stream(), 0
+    stream, printed, last = tok.stream(), 0, None
 
     def watch(t: Trajectory, generated: list[int]) -> None:
-        nonlocal printed
+        nonlocal printed, last
         kinds = [kind for start, end, kind in t.segments for _ in range(start, end)]
-        ids = t.token_ids + generated
-        for i in range(printed, len(ids)):
-            kind = kinds[i] if i < len(kinds) else "model"
-            text = stream.push(ids[i])
-            print(f"\033[{COLOURS[kind]}m{text}\033[0m" if colour else text, end="", flush=True)
-        printed = len(ids)
+        kinds += ["model"] * len(generated)
+        for token_id, kind in list(zip(t.token_ids + generated, kinds))[printed:]:
+            if colour and kind != last:
+                print(f"\033[0;{COLOURS[kind]}m", end="")
+            print(stream.push(token_id), end="", flush=True)
+            last = kind
+        printed = len(kinds)
 
     return watch
 
@@ -475,6 +488,7 @@ def main() -> None:
     where.add_argument("--run", type=Path, help="a run folder of train.py")
     where.add_argument("--model", type=Path, help="a Qwen3 or Qwen2.5 folder")
     parser.add_argument("--answer", default="", help="the label, to be scored against")
+    parser.add_argument("--chat", action="store_true", help="with --model: its own ChatML form")
     parser.add_argument("--seed", type=int, default=0, help="another seed, another rollout")
     parser.add_argument("--temperature", type=float, help="0: greedy")
     parser.add_argument("--max-tokens", type=int, help="budget of the trajectory")
@@ -490,11 +504,10 @@ def main() -> None:
 
     torch.set_num_threads(1)
     try:
-        folder, cfg = (
-            settings_of_run(args.run) if args.run else (args.model, RolloutConfig(max_turns=30))
-        )
         given = {"temperature": args.temperature, "max_tokens": args.max_tokens}
-        cfg = replace(cfg, **{k: v for k, v in given.items() if v is not None})
+        given = {k: v for k, v in given.items() if v is not None}
+        folder, cfg = settings_of_run(args.run) if args.run else (args.model, None)
+        cfg = replace(cfg, **given) if cfg else model_config(args.chat, **given)
         tok = Tokenizer.from_file(folder / "tokenizer.json")
         engine = engine_from_folder(folder, cache_tokens=cfg.max_tokens, device=args.device)
     except (OSError, ValueError) as e:
@@ -510,7 +523,8 @@ def main() -> None:
         )  # fmt: skip
     watch(t, [])
     calls = ", ".join(f"{c.status} ({c.seconds:.2f} s)" for c in t.tool_calls) or "none"
-    print(f"\n\nended: {t.stop_reason}   turns: {t.num_turns}   tool calls: {calls}")
+    print("\033[0m\n" if colour else "\n")
+    print(f"ended: {t.stop_reason}   turns: {t.num_turns}   tool calls: {calls}")
     print(f"tokens: {len(t.token_ids)}, of them {t.num_model_tokens} by the model")
     verdict = f", label {args.answer}: {'right' if t.reward else 'wrong'}" if args.answer else ""
     print(f"answer: {t.answer}{verdict}")
