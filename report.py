@@ -158,7 +158,8 @@ def seconds_bar(rows: list[dict]) -> str:
     for row in rows:
         if row["phase"] == "rl":
             for name, seconds in row["seconds"].items():
-                spent[name] = spent.get(name, 0) + seconds
+                if name not in ("tools", "checks"):  # they are inside rollout
+                    spent[name] = spent.get(name, 0) + seconds
     total = spent.pop("step", 0)
     if not total:
         return ""
@@ -208,7 +209,7 @@ def chart(title: str, note: str, line: list, dots: list, borders: list) -> str:
     for y in (y0, (y0 + y1) / 2, y1):
         parts.append(
             f"<line x1={left} x2={width} y1={py(y):.1f} y2={py(y):.1f} stroke='var(--line)'/>"
-            f"<text x={left - 4} y={py(y) + 3:.1f} text-anchor=end>{y:.3g}</text>"
+            f"<text x={left - 4} y={py(y) + 3:.1f} text-anchor=end>{short(y)}</text>"
         )
     for x in borders:
         parts.append(
@@ -227,6 +228,11 @@ def chart(title: str, note: str, line: list, dots: list, borders: list) -> str:
     ends += f"<text x={width} y={height - 3} text-anchor=end>{x1}</text>"
     svg = f"<svg viewBox='0 0 {width} {height}'>{''.join(parts)}{ends}</svg>"
     return f"<div class=chart><b>{title}</b><div class=soft>{note}</div>{svg}</div>"
+
+
+def short(y: float) -> str:
+    """1690.3 -> 1,690; 0.0685 -> 0.0685; 1e-07 -> 1e-07"""
+    return f"{y:,.0f}" if abs(y) >= 100 else f"{y:.3g}"
 
 
 # ---- traces ----
@@ -256,11 +262,12 @@ def traces(run: Path, most_files: int = 6) -> str:
                 seen = row["problem"]["id"]
                 p = row["problem"]
                 parts.append(f"<p><b>{escape(p['question'])}</b> ({escape(p['answer'])})</p>")
-            parts.append(trajectory(row, show_kept=file.stem.startswith("step")))
+            is_step = file.stem.startswith("step")
+            parts.append(trajectory(row, show_kept=is_step, opened=row is rows[0]))
     return "\n".join(parts)
 
 
-def trajectory(row: dict, show_kept: bool) -> str:
+def trajectory(row: dict, show_kept: bool, opened: bool) -> str:
     verdict = "<span class='tag right'>right</span>" if row["reward"] > 0.5 else ""
     verdict = verdict or "<span class='tag wrong'>wrong</span>"
     calls = "".join(
@@ -279,7 +286,8 @@ def trajectory(row: dict, show_kept: bool) -> str:
         f"<span class={kind}>{escape(text)}</span>"
         for (_, _, kind), text in zip(row["segments"], row["texts"])
     )
-    return f"<details><summary>{head}</summary><pre>{spans}</pre></details>"
+    state = " open" if opened else ""
+    return f"<details{state}><summary>{head}</summary><pre>{spans}</pre></details>"
 
 
 def main() -> None:

@@ -186,6 +186,7 @@ class RolloutStats:
     engine_seconds: float = 0.0  # decoding or prefilling
     tool_wait_seconds: float = 0.0  # nothing to decode, all wait for tools or checks
     idle_end_seconds: float = 0.0  # from this engine's last rollout to the end of the phase
+    check_seconds: float = 0.0  # integer answers are decided here, others in the sandbox
     tool_calls: int = 0
     checks: int = 0
     checks_failed: int = 0  # a check that crashed or hung: reward 0, counted
@@ -403,7 +404,9 @@ class Loop:
         t.answer = extract_answer(f"<answer>{text}</answer>" if cfg.chat else text)
         if stop_reason in ("length", "wall") or t.answer is None:
             return self.score(seq_id, False)
+        at = time.monotonic()
         verdict = integer_verdict(t.answer, t.problem.answer)
+        self.stats.check_seconds += time.monotonic() - at
         self.stats.checks += 1
         if verdict is not None:
             return self.score(seq_id, verdict)

@@ -476,6 +476,8 @@ def rl_step(job: Job, cfg: Config, stage: int, problems: list[Problem]) -> dict:
             if s.rank != job.ranks.rank:
                 job.lengths.add(s.problem_id, s.num_tokens)
         stats.add(more)
+        job.seconds["tools"] += more.tool_wait_seconds
+        job.seconds["checks"] += more.check_seconds
         groups = make_groups(tried, summaries)
         kept_groups, counts = grpo_roc.select_groups(
             groups, cfg.group_size, cfg.seed, step, cfg.overlong_filter, **how
@@ -830,7 +832,8 @@ def finish(job: Job, seconds: float) -> None:
         print("\nerrors per call in correct training trajectories: first 10 steps"
               f" {first:.3f}, last 10 {last:.3f}")  # fmt: skip
     spent = sorted(job.seconds.items(), key=lambda kv: -kv[1])
-    print("seconds: " + ", ".join(f"{k} {v:.0f}" for k, v in spent) + f"; this start {seconds:.0f}")
+    print("seconds: " + ", ".join(f"{k} {v:.1f}" for k, v in spent) + f"; this start {seconds:.0f}")
+    print("         (rollout includes checks and tools, the time that only tools were waited for)")
     print(f"report: {write_report(job.folder)}")
     if job.cfg.fast:
         print("--fast: far from converged; leave it out for the real thing.")
