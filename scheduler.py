@@ -11,15 +11,14 @@ the same few numbers (EngineView) to a number of rollouts to start now:
     expected       ours: as many as fit the cache as lengths were seen to come out, refilled
 
 `capacity` never overflows and starts too few: most rollouts end long before the maximum. `expected`
-asks the lengths of finished trajectories of this run instead. S(x) = share of rollouts longer than
-x; a rollout that holds x tokens now holds x + k in k steps with probability S(x + k) / S(x), else
-none. Summed over the running ones this is the cache's mean and variance k steps ahead; new rollouts
-may fill what is left below the cap at the worst k.
+asks the lengths seen in this run instead. S(x) = share of rollouts longer than x; one that holds x
+tokens holds x + k in k steps with probability S(x + k) / S(x), else none. Summed over the running
+ones this is the cache's mean and variance k steps ahead; new ones may fill what is left at each k.
 
 Rollouts of one problem go together in length, so whole groups on one engine unbalance engines. The
-queue is therefore dealt in runs of `group_chunk` rollouts a problem (queue_order). A claim takes at
-most ceil(remaining / engines), static excepted: else the first engine with room takes the whole
-queue.
+queue is therefore dealt in runs of `group_chunk` rollouts a problem (queue_order). A claim, static
+excepted, takes at most ceil(remaining / engines): else the first engine with room takes them all.
+Ask again until the answer is 0, and whenever a rollout has finished.
 
 Length and tokens mean all tokens of a trajectory that are in the cache: prompt, model, tool.
 The file does not decide what an engine runs next (that is kvcache_engine's step plan) and moves no
@@ -67,23 +66,25 @@ class Lengths:
         self.by_problem[problem_id].append(length)
         self.counts[min(int(length / self.width), NUM_BINS)] += 1
 
-    def tables(self):
-        """held, variance (now, k): of the tokens in k bins of a rollout that is in bin `now`;
-        work (now,): its expected final squared length. Made again when there is 1 % more to know.
-        With nothing finished yet a rollout is taken to reach the budget, as `capacity` does."""
+    def tables(self, running: np.ndarray):
+        """running (now,): number of running rollouts by bin. Returns held, variance (now, k): of
+        the tokens in k bins of a rollout that is in bin now; work (now,): its expected final
+        squared length. Made again when there is 1 % more to know. S is Kaplan and Meier's: the
+        first to finish are short, and those that still run say so. With nothing finished S is 1
+        up to the budget, which is what `capacity` takes it to be."""
         if self.counts.sum() > 1.01 * self.tables_at:
             self.tables_at = self.counts.sum()
             bins = np.arange(NUM_BINS + 1)
-            share = self.counts if self.tables_at else bins == NUM_BINS
-            share = share / share.sum()
-            survival = np.append(share[::-1].cumsum()[::-1], np.zeros(NUM_BINS))  # S
+            reached = (self.counts + running)[::-1].cumsum()[::-1]
+            hazard = np.append((self.counts / np.maximum(reached, 1))[:-1], 1.0)
+            survival = np.append(1.0, np.cumprod(1 - hazard))[:-1]  # S
             ahead = bins[:, None] + bins  # (now, k)
-            alive = survival[ahead] / np.maximum(survival[bins], 1e-9)[:, None]
+            floor = np.maximum(survival, 1e-9)
+            alive = np.append(survival, np.zeros(NUM_BINS))[ahead] / floor[:, None]
             tokens = ahead * self.width
             self.held, self.variance = alive * tokens, alive * (1 - alive) * tokens**2
-            self.work = np.triu(share * (bins * self.width) ** 2).sum(1) / np.maximum(
-                survival[bins], 1e-9
-            )
+            squared = ((bins + 0.5) * self.width) ** 2
+            self.work = np.maximum(np.triu(survival * hazard * squared).sum(1) / floor, squared)
         return self.held, self.variance, self.work
 
 
@@ -117,16 +118,15 @@ def expected(view: EngineView, risk: float = 1.0, overtime: float = 0.25) -> int
     leaves the engine's work (done and expected, in squared lengths: a token reads all before it)
     within its share. So the last rollouts go to engines that drew short ones. An engine beyond
     its share may go on when less than `overtime` of a share is left to do: shares are estimates."""
-    held, variance, work = view.finished.tables()
     now = [min(math.ceil(tokens / view.finished.width), NUM_BINS) for _, tokens in view.running]
-    running = np.bincount(now, minlength=NUM_BINS + 1)  # (now,): how many are in that bin
+    running = np.bincount(now, minlength=NUM_BINS + 1)  # (now,)
+    held, variance, work = view.finished.tables(running)
     room = view.cache_tokens - running @ held - risk * np.sqrt(running @ variance)  # (k,)
     fit = (room / np.maximum(held[0], 1))[1:].min()
 
-    squared = (np.arange(NUM_BINS + 1) * view.finished.width) ** 2
     share = work[0] * view.total / view.num_engines
     mine = sum(length**2 for length in view.ended) + running @ work
-    left = running @ (work - squared)
+    left = running @ work - sum(tokens**2 for _, tokens in view.running)
     undone = max(share - mine, overtime * share - left) / work[0]
     return int(max(0, min(fit, math.ceil(undone))))
 
