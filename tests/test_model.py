@@ -15,6 +15,7 @@ from model import (
     Model,
     ModelConfig,
     init_weights,
+    inverse_frequencies,
     load_model,
     packed_attention,
     read_config,
@@ -204,6 +205,7 @@ def test_training_works_after_the_engine_ran_in_inference_mode():
     model, (token_ids, positions, cu_seqlens) = small_model(config), packed_tokens()
     with torch.inference_mode():
         model(token_ids, positions, packed_attention(cu_seqlens))
+    assert not inverse_frequencies(16, 77.0, token_ids.device).is_inference()
     model(token_ids, positions, packed_attention(cu_seqlens)).sum().backward()
     assert model.embed_tokens.weight.grad.abs().sum() > 0
 
