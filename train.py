@@ -745,7 +745,8 @@ def make_models(cfg: Config, ranks: Ranks) -> tuple[Model, Model, ModelConfig]:
 @contextlib.contextmanager
 def tool_pool(cfg: Config, ranks: Ranks):
     """One sandbox pool a node, started by its first rank, used by all of them."""
-    pool = Sandbox(workers=cfg.workers or None) if ranks.local_rank == 0 else None
+    how = {"workers": cfg.workers} if cfg.workers else {}
+    pool = Sandbox(**how) if ranks.local_rank == 0 else None
     with pool or contextlib.nullcontext():
         mine = (ranks.node, pool.address, pool.secret) if pool else None
         known = {row[0]: row[1:] for row in gather_over_ranks(mine) if row}
