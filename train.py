@@ -751,6 +751,8 @@ def tool_pool(cfg: Config, ranks: Ranks):
         mine = (ranks.node, pool.address, pool.secret) if pool else None
         known = {row[0]: row[1:] for row in gather_over_ranks(mine) if row}
         if pool:
+            off = [f"{name} ({why})" for name, (on, why) in pool.layers().items() if not on]
+            print0(ranks, "sandbox: layers off:" if off else "sandbox: all layers on", *off)
             yield pool
         else:
             with SandboxClient(*known[ranks.node]) as client:
