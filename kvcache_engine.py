@@ -24,14 +24,12 @@ missing", and a sequence with nothing missing samples its next token. Its life, 
     finish    Engine.finish        a block without references stays findable until BlockManager.grow
                                    takes it for something else, least recently used first
 
-Dims: T rows of a step (tokens of all its sequences one behind the other, no padding), S sequences,
-B those of them that sample, H query heads, K key/value heads, D head dim, C hidden size, V
-vocabulary, M blocks of the longest sequence.
-
 Noise is a function of (noise_key, position), and on a CPU the bits of a row depend on its own
 sequence alone (kernels.py has the rule): a rollout comes out the same alone, among others, after
 prefix hits and preemptions.
 
+Dims: T rows of a step (tokens of all its sequences, no padding), S sequences, B those that sample,
+H query heads, K key/value heads, D head dim, C hidden size, V vocabulary, M blocks of the longest.
 Not here: graphs (decode is eager until a device has measured them), tensor parallelism (a 32B
 policy fits one MI300X), which rollout goes to which engine (scheduler.py).
 
@@ -42,7 +40,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import sys
 import time
 from collections import OrderedDict
@@ -89,7 +86,6 @@ class Sequence:
 @dataclass
 class Turn:
     """What a sequence sampled since add() or extend(), the stop token included."""
-
     seq_id: object
     token_ids: list[int]
     logprobs: list[float]
@@ -100,7 +96,6 @@ class Turn:
 @dataclass
 class Capacity:
     """What a scheduler may know of an engine."""
-
     block_size: int
     num_blocks: int
     free_blocks: int  # held by no sequence, those with findable content included
@@ -113,13 +108,11 @@ class Capacity:
 
 @dataclass
 class Counters:
-    """A token is computed once (prefill: it was given; generated: it was sampled) or found in the
-    cache; all else is recomputed."""
-
-    prefill: int = 0
+    """A token is found in the cache or computed once; all else is recomputed."""
+    prefill: int = 0  # computed once, not sampled
     cached: int = 0
     recomputed: int = 0
-    generated: int = 0
+    generated: int = 0  # sampled
     steps: int = 0
     idle: int = 0  # steps with nothing to run
     preempted: int = 0  # sequences that lost their blocks
@@ -152,7 +145,7 @@ class BlockManager:
         self.next_serial = itertools.count(ROOT + 1)
         self.copies: list[tuple[int, int]] = []  # (from, to), due before the step writes
         # Room for the worst case; zeros that nobody touches cost addresses, not memory.
-        self.tables = np.zeros((num_blocks, min(num_blocks, -(-max_len // block_size))), np.int32)
+        self.tables = np.zeros((num_blocks, -(-max_len // block_size)), np.int32)
         self.free_rows = list(range(num_blocks))[::-1]
 
     def share(self, seq: Sequence) -> None:
@@ -167,8 +160,7 @@ class BlockManager:
             self.ref_counts[block] += 1
             seq.block_table.append(block)
             seq.chain = self.serials[block]
-        seq.num_remembered = len(seq.block_table)
-        seq.num_computed = seq.num_remembered * size
+        seq.num_remembered, seq.num_computed = len(seq.block_table), len(seq.block_table) * size
 
     def copy_partial(self, seq: Sequence) -> None:
         """Copy on write: a block that begins as the sequence goes on is copied into the sequence's
@@ -208,27 +200,28 @@ class BlockManager:
     def remember(self, seq: Sequence, partial: bool = False) -> None:
         """Makes the full blocks that were computed findable; `partial`: the rest after them too."""
         while self.prefix_cache:
-            chain, token_ids = self.next_content(seq, seq.num_computed)
-            is_full = len(token_ids) == self.block_size
-            if not is_full and not (partial and token_ids):
+            num_left = seq.num_computed - seq.num_remembered * self.block_size
+            is_full = num_left >= self.block_size
+            if not is_full and not (partial and num_left):
                 return
-            block = seq.block_table[seq.num_remembered]
-            if (chain, token_ids) not in self.full:
+            chain, token_ids = self.next_content(seq)
+            block, content = seq.block_table[seq.num_remembered], (chain, token_ids[:num_left])
+            if content not in self.full:
                 self.forget(block)
-                self.contents[block] = chain, token_ids
+                self.contents[block] = content
                 self.newest[chain] = block
             if not is_full:
                 return
-            first = self.full.setdefault((chain, token_ids), block)  # others may have been earlier
+            first = self.full.setdefault(content, block)  # another may have had it before
             if first == block:
                 self.serials[block] = next(self.next_serial)
             seq.chain = self.serials[first]
             seq.num_remembered += 1
 
-    def next_content(self, seq: Sequence, end: int) -> tuple[int, tuple[int, ...]]:
-        """Of the first block that is not remembered, as far as the tokens before `end` go."""
+    def next_content(self, seq: Sequence) -> tuple[int, tuple[int, ...]]:
+        """Of its first block that is not remembered, as far as its tokens go."""
         start = seq.num_remembered * self.block_size
-        return seq.chain, tuple(seq.token_ids[start : min(start + self.block_size, end)])
+        return seq.chain, tuple(seq.token_ids[start : start + self.block_size])
 
     def forget(self, block: int) -> None:
         chain, token_ids = self.contents.pop(block, (None, None))
@@ -244,14 +237,12 @@ class BlockManager:
 class Engine:
     """One model and its cache; at most max_num_seqs sequences and max_batch_tokens rows a step."""
 
-    def __init__(
-        self, model: Model, num_blocks: int, block_size: int = 16, max_num_seqs: int = 512,
-        max_batch_tokens: int = 2048, prefix_cache: bool = True,
-    ):  # fmt: skip
+    def __init__(self, model: Model, num_blocks: int, block_size: int = 16, max_num_seqs: int = 512,
+                 max_batch_tokens: int = 2048, prefix_cache: bool = True):
         self.model, self.num_blocks, self.block_size = model, num_blocks, block_size
         self.max_num_seqs, self.max_batch_tokens = max_num_seqs, max_batch_tokens
-        self.device, self.max_len = next(model.parameters()).device, model.config.max_positions
-        self.scale = model.config.head_dim**-0.5
+        self.device, self.scale = next(model.parameters()).device, model.config.head_dim**-0.5
+        self.max_len = min(num_blocks * block_size, model.config.max_positions)
         self.blocks = BlockManager(num_blocks, block_size, self.max_len, prefix_cache)
         self.sequences: dict[object, Sequence] = {}  # all of them: runnable or paused
         self.runnable: dict[object, Sequence] = {}
@@ -260,21 +251,15 @@ class Engine:
         self.counters = Counters()
         self.regrow_cache()
 
-    def add(
-        self, seq_id, token_ids: list[int], *, max_new_tokens: int, noise_key: int,
-        stop_ids: tuple[int, ...] = (), temperature: float = 1.0, top_p: float = 1.0,
-    ) -> None:  # fmt: skip
+    def add(self, seq_id, token_ids: list[int], *, max_new_tokens: int, noise_key: int,
+            stop_ids: tuple[int, ...] = (), temperature: float = 1.0, top_p: float = 1.0) -> None:
         """A new sequence; its first turn is sampled by step(). temperature 0 is greedy. noise_key
         (63 bits) and the position of a token decide what is drawn."""
-        if seq_id in self.sequences:
-            raise ValueError(f"sequence {seq_id!r} is still in the engine: finish() it first")
-        if not token_ids:
-            raise ValueError(f"sequence {seq_id!r} is empty: a prompt needs at least one token")
+        assert seq_id not in self.sequences, f"sequence {seq_id!r} is still here: finish() it first"
         self.check_fits(seq_id, len(token_ids), max_new_tokens)
-        seq = Sequence(
-            seq_id, next(self.arrivals), list(token_ids), noise_key, tuple(stop_ids),
-            float(temperature), float(top_p), len(token_ids), len(token_ids) + max_new_tokens,
-        )  # fmt: skip
+        seq = Sequence(seq_id, next(self.arrivals), list(token_ids), noise_key, tuple(stop_ids),
+                       float(temperature), float(top_p), turn_start=len(token_ids),
+                       limit=len(token_ids) + max_new_tokens)
         self.sequences[seq_id] = self.runnable[seq_id] = seq
 
     def extend(self, seq_id, token_ids: list[int], max_new_tokens: int) -> None:
@@ -287,12 +272,11 @@ class Engine:
         self.runnable[seq_id] = self.paused.pop(seq_id)
 
     def check_fits(self, seq_id, num_tokens: int, max_new_tokens: int) -> None:
-        room = min(self.num_blocks * self.block_size, self.max_len)
-        if max_new_tokens < 1 or num_tokens + max_new_tokens > room:
+        if min(num_tokens, max_new_tokens) < 1 or num_tokens + max_new_tokens > self.max_len:
             raise ValueError(
                 f"sequence {seq_id!r} can never run: {num_tokens} tokens and {max_new_tokens} new"
-                f" ones (at least 1), room for {room}: {self.num_blocks} blocks of"
-                f" {self.block_size}, {self.max_len} positions. Ask for fewer or add blocks"
+                f" ones (1 of each at least), room for {self.max_len}: {self.num_blocks} blocks of"
+                f" {self.block_size}, if the model has the positions. Ask for fewer or add blocks"
             )
 
     def finish(self, seq_id) -> None:
@@ -314,12 +298,10 @@ class Engine:
     def capacity(self) -> Capacity:
         seqs, size = self.sequences.values(), self.block_size
         running = sum(bool(s.block_table) for s in self.runnable.values())
-        return Capacity(
-            size, self.num_blocks, len(self.blocks.unreferenced), running,
-            len(self.runnable) - running, len(self.paused),
-            sum(-(-s.limit // size) - len(s.block_table) for s in seqs),
-            {s.id: len(s.token_ids) for s in seqs},
-        )  # fmt: skip
+        return Capacity(size, self.num_blocks, len(self.blocks.unreferenced), running,
+                        len(self.runnable) - running, len(self.paused),
+                        sum(-(-s.limit // size) - len(s.block_table) for s in seqs),
+                        {s.id: len(s.token_ids) for s in seqs})
 
     # -- one step --
 
@@ -337,11 +319,9 @@ class Engine:
         return self.append(sampling, self.sample(hidden, sampling)) if sampling else []
 
     def plan(self) -> dict[Sequence, int]:
-        """The step plan: sequence -> how many of its missing tokens are computed now.
-
-        The oldest is first and may take the memory of all others: it always advances, so all end.
-        Then those that decode, then prefills, each by age.
-        """
+        """The step plan: sequence -> how many of its missing tokens are computed now. The oldest is
+        first and may take the memory of all others: it always advances, so all end. Then those that
+        decode, then prefills, each by age."""
         order = sorted(self.runnable.values(), key=lambda s: s.arrival)
         order[1:] = sorted(order[1:], key=lambda s: s.num_missing > 1)
         plan, room, memory_is_full, being_computed = {}, self.max_batch_tokens, False, set()
@@ -355,7 +335,7 @@ class Engine:
                 continue
             else:
                 self.blocks.share(seq)
-                wait = self.blocks.next_content(seq, len(seq.token_ids)) in being_computed
+                wait = self.blocks.next_content(seq) in being_computed
                 if wait or not self.make_room(seq, plan, spare=len(plan)):
                     memory_is_full = not wait
                     self.blocks.release(seq)
@@ -365,16 +345,14 @@ class Engine:
             plan[seq] = min(seq.num_missing, room)
             room -= plan[seq]
             if self.blocks.prefix_cache and seq.num_missing > 1:
-                being_computed.add(self.blocks.next_content(seq, len(seq.token_ids)))
+                being_computed.add(self.blocks.next_content(seq))
         return plan
 
     def make_room(self, seq: Sequence, plan, spare: int = 0) -> bool:
-        """Takes blocks for all tokens of a sequence; False if they cannot be had.
-
-        Dropped for it are paused sequences, longest pause first, then runnable ones that are
-        younger and not in the plan, youngest first. An admission needs `spare` blocks more, one for
-        each sequence in the plan, and drops no runnable one: soon it would be dropped itself.
-        """
+        """Takes blocks for all tokens of a sequence; False if they cannot be had. Dropped for it
+        are paused sequences, longest pause first, then runnable ones that are younger and not in
+        the plan, youngest first. An admission needs `spare` blocks more, one for each sequence in
+        the plan, and drops no runnable one: soon it would be dropped itself."""
         need = -(-len(seq.token_ids) // self.block_size) - len(seq.block_table)
         while len(self.blocks.unreferenced) < need + spare:
             victim = next((s for s in self.paused.values() if s.block_table), None)
@@ -414,7 +392,10 @@ class Engine:
         token_ids, positions, slots = torch.from_numpy(rows).to(self.device)
         attend = self.paged_attention(pad, counts, lens, tables, slots)
         if self.blocks.copies:
-            self.copy_blocks()
+            source, target = torch.tensor(self.blocks.copies, device=self.device).unbind(1)
+            for cache in (*self.k_cache, *self.v_cache):
+                cache[target] = cache[source]
+            self.blocks.copies.clear()
         hidden = self.model(token_ids, positions, attend)  # (T, C)
 
         last = {s: pad + e - 1 for s, n, e in zip(seqs, lens, ends) if n == len(s.token_ids)}
@@ -448,9 +429,8 @@ class Engine:
         logits = self.model.logits(hidden)[: len(seqs)]  # (B, V)
         ints = [[s.noise_key for s in seqs], [len(s.token_ids) for s in seqs]]
         reals = [[s.temperature for s in seqs], [s.top_p for s in seqs]]
-        drawn = sample(
-            logits, *torch.tensor(ints).to(self.device), *torch.tensor(reals).to(self.device)
-        )
+        settings = [row for x in (ints, reals) for row in torch.tensor(x).to(self.device)]
+        drawn = sample(logits, *settings)
         return torch.stack([x.double() for x in drawn]).tolist()  # ids are exact in 53 bits
 
     def account(self, plan) -> None:
@@ -485,12 +465,6 @@ class Engine:
 
     # -- the cache and the weights --
 
-    def copy_blocks(self) -> None:
-        source, target = torch.tensor(self.blocks.copies, device=self.device).unbind(1)
-        for cache in (*self.k_cache, *self.v_cache):
-            cache[target] = cache[source]
-        self.blocks.copies.clear()
-
     def drop_all(self) -> None:
         for seq in self.sequences.values():
             if seq.block_table:
@@ -521,26 +495,9 @@ class Engine:
         self.drop_all()
         mine = dict(self.model.named_parameters())
         for name, tensor in named_tensors:
-            if name not in mine:
-                raise ValueError(f"the engine's model has no {name}: are the two configs equal?")
+            assert name in mine, f"the engine's model has no {name}: are the two configs equal?"
             mine.pop(name).copy_(tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor)
-        if mine:
-            raise ValueError(f"no new values for {sorted(mine)}: give all parameters of the model")
-
-
-# ---- around the engine ---------------------------------------------------------------------------
-
-
-def generate(engine: Engine, prompts, max_new_tokens: list[int], **how) -> list[Turn]:
-    """One Turn for each prompt, in order. `how` is add()'s; noise keys are 0, 1, 2, ..."""
-    turns = {}
-    for i, (prompt, n) in enumerate(zip(prompts, max_new_tokens)):
-        engine.add(("generate", i), prompt, max_new_tokens=n, noise_key=i, **how)
-    while len(turns) < len(prompts):
-        for turn in engine.step():
-            turns[turn.seq_id[1]] = turn
-            engine.finish(turn.seq_id)
-    return [turns[i] for i in range(len(prompts))]
+        assert not mine, f"no new values for {sorted(mine)}: give all parameters of the model"
 
 
 def blocks_that_fit(model: Model, memory_share: float = 0.9, **engine_args) -> int:
@@ -548,9 +505,11 @@ def blocks_that_fit(model: Model, memory_share: float = 0.9, **engine_args) -> i
     which max_num_seqs sample: it is run once to see its peak."""
     engine = Engine(model, num_blocks=4096, **engine_args)
     num_seqs = min(engine.max_num_seqs, engine.max_batch_tokens)
-    prompts = [[i] * (engine.max_batch_tokens // num_seqs) for i in range(num_seqs)]
+    for i in range(num_seqs):
+        prompt = [i] * (engine.max_batch_tokens // num_seqs)
+        engine.add(i, prompt, max_new_tokens=1, noise_key=i)
     torch.cuda.reset_peak_memory_stats(engine.device)
-    generate(engine, prompts, [1] * num_seqs)
+    engine.step()
     free, total = torch.cuda.mem_get_info(engine.device)
     not_ours = total - free - torch.cuda.memory_reserved(engine.device)
     room = total * memory_share - not_ours - torch.cuda.max_memory_allocated(engine.device)
@@ -577,13 +536,11 @@ def main() -> None:
     from tokenizer import Tokenizer  # only here: the engine knows no text
 
     try:
-        tok = Tokenizer.from_file(os.path.join(args.model, "tokenizer.json"))
+        tok = Tokenizer.from_file(f"{args.model}/tokenizer.json")
         prompt = tok.encode(args.prompt)
         engine = engine_from_folder(args.model, len(prompt) + args.max_tokens, args.device)
-        engine.add(
-            0, prompt, max_new_tokens=args.max_tokens, noise_key=args.seed,
-            stop_ids=(tok.im_end,), temperature=args.temperature,
-        )  # fmt: skip
+        engine.add(0, prompt, max_new_tokens=args.max_tokens, noise_key=args.seed,
+                   stop_ids=(tok.im_end,), temperature=args.temperature)
     except (OSError, ValueError) as error:
         sys.exit(f"kvcache_engine.py: {error}")
     stream, times = tok.stream(), [time.monotonic()]
@@ -591,9 +548,9 @@ def main() -> None:
         engine.step()
         print(stream.push(engine.generated(0)[-1]), end="", flush=True)
         times.append(time.monotonic())
-    rate = (len(times) - 2) / max(times[-1] - times[1], 1e-9)
-    print(f"\n\n{len(prompt)} prompt tokens, the first new one after {times[1] - times[0]:.2f} s,")
-    print(f"{len(times) - 1} new tokens, {rate:.1f} a second after the first")
+    first, rest, n = times[1] - times[0], times[-1] - times[1], len(times) - 1
+    print(f"\n\n{len(prompt)} prompt tokens, the first new one after {first:.2f} s")
+    print(f"{n} new tokens, {(n - 1) / max(rest, 1e-9):.1f} a second after the first")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-from kvcache_engine import Engine, generate
+from kvcache_engine import Engine
 from model import Model, ModelConfig
 
 VOCAB = 4096
@@ -86,8 +86,14 @@ def hf_generate(hf, prompts, lengths, num_batches):
 
 def engine_generate(model, prompts, lengths, **engine_args):
     engine = Engine(model, num_blocks=2048, **engine_args)
-    turns = generate(engine, prompts, lengths, temperature=0.0)
-    return [t.token_ids for t in turns], engine.counters
+    for i, (prompt, n) in enumerate(zip(prompts, lengths)):
+        engine.add(i, prompt, max_new_tokens=n, noise_key=i, temperature=0.0)
+    outputs = {}
+    while engine.has_runnable():
+        for turn in engine.step():
+            outputs[turn.seq_id] = turn.token_ids
+            engine.finish(turn.seq_id)
+    return [outputs[i] for i in range(len(prompts))], engine.counters
 
 
 def matmul_floor(model, prompts, lengths):
