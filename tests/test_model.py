@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from kvcache_engine import Engine
 from model import (
     Model,
     ModelConfig,
@@ -307,6 +308,27 @@ def test_logits_equal_transformers_also_with_a_cache_step(config, tmp_path):
         step = oracle(ids[None, a:b], past_key_values=past, use_cache=True)
         past = step.past_key_values
         torch.testing.assert_close(got, step.logits[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen3 tied", "qwen2 untied"])
+def test_greedy_engine_equals_transformers_generate_on_64_ragged_prompts(kind, tmp_path):
+    oracle = transformers_model(CONFIGS[kind])
+    oracle.save_pretrained(tmp_path)
+    engine = Engine(load_model(tmp_path).eval(), num_blocks=512, block_size=16)
+    rng = random.Random(0)
+    prompts = [rng.choices(range(96), k=rng.randint(1, 40)) for _ in range(64)]
+    for i, prompt in enumerate(prompts):
+        engine.add(i, prompt, max_new_tokens=16, noise_key=i, stop_ids=(), temperature=0.0)
+    got = {}
+    while engine.has_runnable():
+        got.update((turn.seq_id, list(turn.token_ids)) for turn in engine.step())
+    longest = max(map(len, prompts))
+    padded = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
+    real = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    how = dict(max_new_tokens=16, do_sample=False, pad_token_id=0, eos_token_id=None)
+    want = oracle.generate(padded, attention_mask=real, **how)[:, longest:]
+    assert [got[i] for i in range(64)] == want.tolist()
+    assert len({tuple(row) for row in want.tolist()}) > 32  # they do not all say the same
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
