@@ -489,7 +489,7 @@ class Zygote:
         if LINUX:
             libc("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             with contextlib.suppress(OSError):  # the first to go when memory is short
-                Path("/proc/self/oom_score_adj").write_text("1000")
+                os.write(os.open("/proc/self/oom_score_adj", os.O_WRONLY), b"1000")
         if self.view:
             os.chroot(self.view)
         os.chdir(self.home)
@@ -641,6 +641,9 @@ def preload(names: list[str], home: str) -> None:
         sys.modules["sympy"].core.random.seed(0)
     warnings.formatwarning = lambda message, kind, *_: f"{kind.__name__}: {message}\n"
     threading.excepthook = lambda args: show_error(args.exc_value, {})
+    for _ in range(20):  # what is specialised and cached here, a child need not write
+        execute("import math\nprint(1 + 1)\nmath.pi", {})
+    sys.stdout.flush()
     gc.collect()
     gc.freeze()
 

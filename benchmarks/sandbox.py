@@ -5,20 +5,23 @@
     python benchmarks/sandbox.py --soak 20          minutes of hostile and ordinary calls; growth
 
 Machines differ and are seldom quiet: what counts are the ratios, of runs that took turns. `bare` is
-a subprocess per call, `open` the same pool without any layer. Each row shows what the kernel says
-of a live child.
+a subprocess per call, `open` the same pool without any layer. Beside calls a second there is the
+CPU time of a call, everything included, which other load disturbs less.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 import random
+import resource
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 
@@ -88,18 +91,52 @@ def layers_of_a_child(box: Sandbox) -> str:
     return ", ".join(f"{k} {child[k]}" for k in ("Seccomp", "NoNewPrivs", "NSpid"))
 
 
+def cpu_of(box: Sandbox) -> float:
+    """CPU seconds so far of a pool, its workers and the children they have seen end."""
+    total = 0
+    for pid in family(box.process.pid):
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            total += sum(map(int, fields[11:15]))
+    return total / os.sysconf("SC_CLK_TCK")
+
+
+def cpu_of_this_process() -> float:
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def measured(way, cpu, num_calls: int) -> tuple[float, float]:
+    """(calls a second, CPU milliseconds of a call)"""
+    before = cpu()
+    rate = way(num_calls)
+    return rate, 1e3 * (cpu() - before) / num_calls
+
+
 def throughput(rounds: int) -> None:
-    with Sandbox() as box, Sandbox(off=ALL_OFF) as bare_box:
-        box.layers(), bare_box.layers()
-        print(f"layers on:  {layers_of_a_child(box)}\nlayers off: {layers_of_a_child(bare_box)}")
-        print(f"{'':8}{'layers/s':>10}{'open/s':>10}{'bare/s':>10}{'/ bare':>10}{'/ open':>10}")
+    with Sandbox() as box, Sandbox(off=ALL_OFF) as open_box:
+        box.layers(), open_box.layers()
+        print(f"layers on:  {layers_of_a_child(box)}\nlayers off: {layers_of_a_child(open_box)}")
+        print("        calls/s: layers    open    bare   /bare  /open", end="")
+        print("   CPU ms: layers    open    bare   bare/  open/")
         for name, (program, output, (num_bare, num_pool)) in PROGRAMS.items():
+            ways = {  # what to run, whose CPU time to count, how often
+                "on": (partial(calls_a_second, box, program, output), box, num_pool),
+                "open": (partial(calls_a_second, open_box, program, output), open_box, num_pool),
+                "bare": (partial(bare_a_second, program, output), None, num_bare),
+            }
             rows = []
             for _ in range(rounds):
-                bare = bare_a_second(program, output, num_bare)
-                both = [calls_a_second(b, program, output, num_pool) for b in (box, bare_box)]
-                rows.append((*both, bare, both[0] / bare, both[0] / both[1]))
-            print(f"{name:8}" + "".join(f"{median(c):10.2f}" for c in zip(*rows)))
+                found = []
+                for way, pool, num_calls in ways.values():
+                    cpu = lambda: cpu_of_this_process() + (cpu_of(pool) if pool else 0)  # noqa: B023
+                    found.append(measured(way, cpu, num_calls))
+                (on, open_, bare), (on_cpu, open_cpu, bare_cpu) = zip(*found)
+                rows.append((on, open_, bare, on / bare, on / open_))
+                rows[-1] += (on_cpu, open_cpu, bare_cpu, bare_cpu / on_cpu, open_cpu / on_cpu)
+            widths = (17, 8, 8, 8, 7) * 2
+            cells = [f"{median(c):{w}.2f}" for c, w in zip(zip(*rows), widths)]
+            print(f"{name:7}" + "".join(cells), flush=True)
 
 
 def alone(num_calls: int) -> None:
