@@ -16,7 +16,7 @@ all ranks and micro-batches. A broken conversation is skipped and counted by cau
 
     python sft.py --preset toy                                               two minutes on a CPU
     torchrun --nproc-per-node 8 sft.py --preset qwen3-14b --init Qwen3-14B-Base \\
-        --data toolace.json,glaive.json,magicoder.jsonl --run runs/cold
+        --data toolace.json,glaive.json,magicoder.jsonl --out runs/cold
     torchrun --nproc-per-node 8 train.py --preset qwen3-14b --init runs/cold/sft
 
 The same command continues a run. During training held-out conversations are written again turn by
@@ -50,7 +50,7 @@ from tokenizer import PYTHON_TOOL, SYSTEM_TEXT, Tokenizer, render_conversation, 
 @dataclass
 class Config:
     preset: str = "qwen3-14b"  # the paper's values; or toy
-    run: str = ""  # run folder, default runs/sft-PRESET; the model is left in RUN/sft
+    out: str = ""  # run folder, default runs/sft-PRESET; the model is left in OUT/sft
     init: str = ""  # Hugging Face folder to start from, with its tokenizer.json
     data: str = ""  # files of conversations, with commas between
     documents: int = 16000  # toy only, which makes its own
@@ -508,12 +508,12 @@ def main() -> None:
     base = lambda given: PRESETS[given.get("preset", "qwen3-14b")]
     cfg, _ = parallel.parse_config(Config, base=base, choices=PRESETS, description=__doc__)
     ranks = parallel.start_ranks(cfg.device or None)
-    folder = Path(cfg.run or f"runs/sft-{cfg.preset}")
+    folder = Path(cfg.out or f"runs/sft-{cfg.preset}")
     try:
         if cfg.preset != "toy" and not (cfg.init and cfg.data):
             raise ValueError("give --init FOLDER (Hugging Face) and --data FILE[,FILE...]")
         if ranks.first:
-            parallel.open_run(folder, asdict(cfg), cfg.fresh, free=("fresh", "device"))
+            parallel.open_run(folder, asdict(cfg), cfg.fresh, free=("fresh", "device", "out"))
         parallel.barrier_over_ranks()
         run(cfg, ranks, folder)
     except (OSError, ValueError) as e:

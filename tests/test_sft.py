@@ -284,37 +284,81 @@ def run_script(*flags):
 
 
 def test_toy_script_leaves_a_model(tmp_path):
-    done = run_script("--preset", "toy", "--documents", 32, "--run", tmp_path / "run")
+    done = run_script("--preset", "toy", "--documents", 32, "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert load_model(tmp_path / "run" / "sft").config.vocab_size == 800
 
 
 def test_script_says_what_is_missing(tmp_path):
-    done = run_script("--run", tmp_path / "run")
+    done = run_script("--out", tmp_path / "run")
     assert done.returncode == 1 and "--init" in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.slow
-def test_script_on_conversations_continues_to_the_same_weights(tok, tmp_path):
-    """Rows of four shapes and two broken ones; interrupted by taking the last checkpoint away."""
-    init, data = tmp_path / "init", tmp_path / "data.jsonl"
+def tiny_folder(path, tok):
     model = make_model(tok.vocab_size)
-    save_model(model, model.config, init)
-    tok.save(init / "tokenizer.json")
-    rows = [SHAREGPT, OPENAI, GLAIVE, TOOLACE] * 3 + [{"text": "?"}, SHAREGPT | {"tools": "["}]
+    save_model(model, model.config, path)
+    tok.save(path / "tokenizer.json")
+    return path
+
+
+@pytest.mark.slow
+def test_script_continues_to_the_same_weights(tok, tmp_path):
+    """Rows of four shapes and two broken ones; interrupted by taking the last checkpoint away."""
+    init, data, run = tiny_folder(tmp_path / "init", tok), tmp_path / "data.jsonl", tmp_path / "run"
+    rows = [*SHAPES.values()] * 3 + [{"text": "?"}, SHAREGPT | {"tools": "["}]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = [
         "--init", init, "--data", data, "--batch-size", 4, "--epochs", 2, "--held-out", 2,
         "--checkpoint-every", 2, "--dtype", "float32", "--lr", 1e-3, "--measure-every", 3,
+        "--out", run,
     ]  # fmt: skip
-    run = tmp_path / "run"
-    done = run_script(*flags, "--run", run)
+    done = run_script(*flags)
     assert done.returncode == 0, done.stderr
     assert "12 conversations, 2 skipped" in done.stdout
     assert len((run / "skipped.txt").read_text().splitlines()) == 2
     weights = load_model(run / "sft").state_dict()
     sorted((run / "checkpoints").iterdir())[-1].rename(tmp_path / "gone")
-    done = run_script(*flags, "--run", run)
+    done = run_script(*flags)
     assert done.returncode == 0 and "from step 4" in done.stdout, done.stdout + done.stderr
     again = load_model(run / "sft").state_dict()
     assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+@pytest.mark.slow
+def test_real_shapes_through_sft_and_a_step_of_rl(tok, tmp_path):
+    """Glaive, GSM8K and Qwen's tokenizer where they are, else rows and a tokenizer made here."""
+    shared = ROOT.parent / "shared" / "data"
+    real = shared.is_dir()
+    if real:
+        tok = Tokenizer.from_file(shared / "qwen" / "tokenizer.json")
+        conversations = shared / "glaive" / "glaive_toolcall_en_demo.json"
+        rows = [r for r in json.loads(conversations.read_text()) if "function_call" in str(r)]
+        rows = sorted(rows, key=lambda r: len(str(r)))[:8]  # short: Qwen's vocabulary is large
+        problems = (shared / "gsm8k_train.jsonl").read_text().splitlines()[:4]
+    else:
+        rows = [*SHAPES.values()] * 2
+        pairs = [{"question": f"{i} + 1?", "answer": f"#### {i + 1}"} for i in range(4)]
+        problems = list(map(json.dumps, pairs))
+    data, gsm, held_out = (tmp_path / name for name in ("data.json", "gsm.jsonl", "eval.jsonl"))
+    data.write_text(json.dumps(rows))
+    gsm.write_text("\n".join(problems[:2]))
+    held_out.write_text("\n".join(problems[2:]))
+    init, run = tiny_folder(tmp_path / "init", tok), tmp_path / "cold"
+    done = run_script("--init", init, "--data", data, "--batch-size", 4, "--epochs", 1,
+                      "--held-out", 0, "--dtype", "float32", "--out", run)  # fmt: skip
+    assert done.returncode == 0 and "8 conversations, 0 skipped" in done.stdout, done.stderr
+    for row in rows:
+        text = decode_loss(tok, sft.convert(row))
+        turns = [t.content() for t in sft.convert(row).turns if t.role == "assistant"]
+        assert text == "".join(f"{turn}<|im_end|>" for turn in turns)
+    room = 450 if real else 1500  # a small vocabulary makes long prompts
+    command = [
+        sys.executable, ROOT / "train.py", "--preset", "qwen3-0.6b", "--init", run / "sft",
+        "--data", gsm, "--eval-data", held_out, "--out", tmp_path / "rl", "--device", "cpu",
+        "--dtype", "float32", "--stages", 1, "--steps", 1, "--problems-per-step", 2,
+        "--rollouts", 4, "--group-size", 2, "--min-keep", 1, "--max-tokens", room,
+        "--eval-tokens", room, "--eval-samples", 1, "--cache-tokens", 16384, "--workers", 1,
+    ]  # fmt: skip
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert '"step": 1' in (tmp_path / "rl" / "metrics.jsonl").read_text()
