@@ -46,7 +46,7 @@ except ImportError:  # references only
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 KEY_MULTIPLE = 64  # reference attention: key lengths are rounded up to this
 GATHER_CHUNK = 4096  # reference decode: keys gathered at a time, to stay in the CPU cache
-LOGITS_CHUNK = 1 << 22  # reference token_logprobs: at most this many logits exist at once
+LOGITS_CHUNK = 1 << 24  # reference token_logprobs: at most this many logits at once (64 MB)
 DLOGITS_CHUNK = 1 << 27  # kernel path, backward: at most this many (256 MB in bfloat16)
 
 # Launch options by architecture, chosen from the compiler's report: benchmarks/kernels.py --static
@@ -60,8 +60,8 @@ CONFIGS = {
     "sm_90": dict(
         units=132,
         decode=dict(num_warps=4, num_stages=2),  # cp.async: the next block loads meanwhile
-        prefill=dict(ROWS=64, num_warps=4, num_stages=2),  # one warpgroup: wgmma of 64 rows
-        logprobs=dict(BLOCK_T=64, BLOCK_V=128, BLOCK_C=64, num_warps=4, num_stages=3),  # as above
+        prefill=dict(ROWS=64, num_warps=4, num_stages=2),  # one warpgroup: wgmma has 64 rows
+        logprobs=dict(BLOCK_T=64, BLOCK_V=128, BLOCK_C=64, num_warps=4, num_stages=3),  # 74 KB
     ),
 }
 # MI350: the same code generator; more stages compile, but use over 65,536 bytes of LDS.
@@ -70,18 +70,16 @@ CONFIGS["gfx950"] = {**CONFIGS["gfx942"], "units": 256}
 
 @cache
 def _config(kernel: str):
-    """Unknown GPUs and the interpreter take sm_90's, which need no AMD option and little memory."""
-    arch = "sm_90"
+    """Others take their maker's options; the interpreter, which has no driver, those of CUDA."""
+    arch = default = "sm_90"
     if not INTERPRET:
         target = triton.runtime.driver.active.get_current_target()
-        arch = target.arch if target.backend == "hip" else f"sm_{target.arch}"
-    return CONFIGS.get(arch, CONFIGS["sm_90"])[kernel]
+        hip = target.backend == "hip"
+        arch, default = (target.arch, "gfx942") if hip else (f"sm_{target.arch}", "sm_90")
+    return CONFIGS.get(arch, CONFIGS[default])[kernel]
 
 
-def _on_kernels(x: Tensor) -> bool:
-    return triton is not None and (x.device.type != "cpu" or INTERPRET)
-
-
+_on_kernels = lambda x: triton is not None and (x.device.type != "cpu" or INTERPRET)
 _row_warps = lambda length: max(1, min(8, length // 512))  # 8 elements (16 bytes) a lane and a load
 
 
@@ -149,9 +147,9 @@ def _rmsnorm_backward(dy, ds, s, weight, rstd):
         return rmsnorm_backward_reference(dy, ds, s, weight, rstd)
     dy, T, C = dy.contiguous(), rstd.numel(), s.shape[-1]
     BLOCK = triton.next_power_of_2(C)
-    ROWS = max(1, 1024 // BLOCK)
+    ROWS = max(1, 1024 // BLOCK)  # short rows (QK-norm) go several at a time
     P = min(triton.cdiv(T, ROWS), 2 * _config("units"))
-    dx, dw = torch.empty_like(s), torch.empty(P, C, dtype=torch.float32, device=s.device)
+    dx, dw = torch.empty_like(s), s.new_empty(P, C, dtype=torch.float32)
     rmsnorm_backward_kernel[(P,)](
         dy, dy if ds is None else ds.contiguous(), s, weight, rstd, dx, dw, T,
         C=C, ROWS=ROWS, BLOCK=BLOCK, ADD=ds is not None, num_warps=_row_warps(ROWS * BLOCK))
@@ -165,7 +163,7 @@ class _RMSNorm(torch.autograd.Function):
         if _on_kernels(x):
             x, BLOCK = x.contiguous(), triton.next_power_of_2(x.shape[-1])
             y, s = torch.empty_like(x), torch.empty_like(x) if add else x
-            rstd = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
+            rstd = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
             rmsnorm_kernel[(rstd.numel(),)](
                 x, residual.contiguous() if add else x, weight, y, s, rstd, eps,
                 C=x.shape[-1], BLOCK=BLOCK, ADD=add, num_warps=_row_warps(BLOCK))
@@ -230,7 +228,7 @@ def _rotary(x, cos, sin, weight, eps, sign=1.0):
     if not _on_kernels(x):
         return rotary_reference(x, cos, sin * sign, weight, eps)
     x, (T, H, D), HEADS = x.contiguous(), x.shape, 8  # 8 half rows: 16 bytes a lane of one wave
-    y, rstd = torch.empty_like(x), torch.empty(T, H, 1, dtype=torch.float32, device=x.device)
+    y, rstd = torch.empty_like(x), x.new_empty(T, H, 1, dtype=torch.float32)
     rotary_kernel[(T, triton.cdiv(H, HEADS))](
         x, cos, sin, x if weight is None else weight, y, rstd, eps, sign,
         H=H, D=D, HEADS=HEADS, NORM=weight is not None, num_warps=1)
@@ -247,9 +245,10 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, cos, sin, weight, rstd = ctx.saved_tensors
-        dx, dw = _rotary(dy, cos, sin, None, 0.0, sign=-1.0)[0], None  # turn back
-        if weight is not None:
-            dx, dw = _rmsnorm_backward(dx, None, x.contiguous(), weight, rstd)
+        turn_back = lambda dy: _rotary(dy, cos, sin, None, 0.0, sign=-1.0)[0]
+        if weight is None:
+            return turn_back(dy), None, None, None, None
+        dx, dw = _rmsnorm_backward(turn_back(dy.float()), None, x.contiguous(), weight, rstd)
         return dx, None, None, dw, None
 
 
@@ -353,14 +352,13 @@ def paged_prefill_attention_reference(q, k_cache, v_cache, cu_seqlens, context_l
 
 @jit
 def paged_attention_kernel(q, k_cache, v_cache, cu_seqlens, context_lens, block_tables, out, lse,
-                           scale, M, S, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
-                           BLOCK: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-                           DECODE: tl.constexpr):
+                           scale, M, S, splits, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+                           BLOCK: tl.constexpr, ROWS: tl.constexpr, DECODE: tl.constexpr):
     """Online softmax over the cache blocks of one sequence; a tile of keys is a block.
 
     Decode: a program owns the G queries of one KV head of a sequence (padded to ROWS) and one of
-    SPLITS stretches of its context, so each key and value is read once. It writes its part to
-    out (B, SPLITS, H, D) and the log of its softmax sum to lse.
+    `splits` stretches of its context, so each key and value is read once. It writes its part to
+    out (B, splits, H, D) and the log of its softmax sum to lse.
     Prefill: a program owns ROWS query tokens of one head. Tiles are numbered without asking the
     device for lengths: sequence s starts at tile cu_seqlens[s] // ROWS + s, a few stay empty."""
     tile, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -384,7 +382,7 @@ def paged_attention_kernel(q, k_cache, v_cache, cu_seqlens, context_lens, block_
         inside = token < length
         first = tl.load(context_lens + seq) - length  # context before this chunk
         num_keys = tl.where(row0 < length, first + tl.minimum(row0 + ROWS, length), 0)
-    blocks = tl.cdiv(tl.cdiv(num_keys, BLOCK), SPLITS)  # of a split
+    blocks = tl.cdiv(tl.cdiv(num_keys, BLOCK), splits)  # of a split
     query = tl.load(q + ((start + token) * H + head)[:, None] * D + d[None, :],
                     mask=inside[:, None], other=0.0)
     top, total = tl.full((ROWS,), -1e30, tl.float32), tl.zeros((ROWS,), tl.float32)
@@ -401,7 +399,7 @@ def paged_attention_kernel(q, k_cache, v_cache, cu_seqlens, context_lens, block_
         values = tl.load(v_cache + at + j[:, None] * (K * D) + d[None, :])  # (BLOCK, D)
         acc = tl.dot(p.to(values.dtype), values, acc * rescale[:, None])
         top = new_top
-    at = ((start + token) * SPLITS + split) * H + head
+    at = ((start + token) * splits + split) * H + head
     full, total = total > 0, tl.where(total > 0, total, 1.0)  # no key at all: zeros
     y = (acc / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + at[:, None] * D + d[None, :], y, mask=inside[:, None])
@@ -421,11 +419,11 @@ def paged_decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_ta
         return paged_decode_attention_reference(q, k_cache, v_cache, block_tables, context_lens,
                                                 scale)
     splits = min(triton.cdiv(4 * _config("units"), B * K), M, 16)  # few rows: split their contexts
-    parts = torch.empty(B, splits, H, D, dtype=torch.float32, device=q.device)
-    lse = torch.empty(B, splits, H, 1, dtype=torch.float32, device=q.device)
+    parts = q.new_empty(B, splits, H, D, dtype=torch.float32)
+    lse = q.new_empty(B, splits, H, 1, dtype=torch.float32)
     paged_attention_kernel[(B, K, splits)](
         q.contiguous(), k_cache, v_cache, context_lens, context_lens, block_tables.contiguous(),
-        parts, lse, scale, M, B, H=H, K=K, D=D, BLOCK=block, SPLITS=splits, DECODE=True,
+        parts, lse, scale, M, B, splits, H=H, K=K, D=D, BLOCK=block, DECODE=True,
         ROWS=max(16, triton.next_power_of_2(H // K)), **_config("decode"))
     return (parts * lse.softmax(1)).sum(1).to(q.dtype)  # parts weigh by their softmax sums
 
@@ -443,7 +441,7 @@ def paged_prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, cu_seql
     out, config = torch.zeros_like(q), _config("prefill")
     paged_attention_kernel[(T // config["ROWS"] + S, H, 1)](
         q.contiguous(), k_cache, v_cache, cu_seqlens, context_lens, block_tables.contiguous(),
-        out, out, scale, M, S, H=H, K=K, D=D, BLOCK=block, SPLITS=1, DECODE=False, **config)
+        out, out, scale, M, S, 1, H=H, K=K, D=D, BLOCK=block, DECODE=False, **config)
     return out
 
 
@@ -559,7 +557,7 @@ def sample(logits: Tensor, keys: Tensor, positions: Tensor, temperature: Tensor,
         logits = _top_p(logits, temperature, top_p)
     if not _on_kernels(logits):
         return sample_reference(logits, keys, positions, temperature)
-    tokens, logprobs, entropies = torch.empty_like(keys), *torch.empty(2, B, device=keys.device)
+    tokens, logprobs, entropies = torch.empty_like(keys), *logits.new_empty(2, B)
     sample_kernel[(B,)](logits.contiguous(), _mix64(_mix64(keys) + positions), temperature, tokens,
                         logprobs, entropies, V, BLOCK=1024, num_warps=4)
     return tokens, logprobs, entropies
@@ -580,9 +578,9 @@ def token_logprobs_reference(hidden, weight, targets, temperature):
     num = min(-(-T * len(weight) // LOGITS_CHUNK), T // 4)
     if num <= 1:  # a single chunk's logits may stay until the backward
         return _logprobs_chunk(hidden, weight, targets, temperature)
+    chunks = zip(hidden.tensor_split(num), targets.tensor_split(num))
     parts = [checkpoint(_logprobs_chunk, h, weight, t, temperature, use_reentrant=False,
-                        preserve_rng_state=False)
-             for h, t in zip(hidden.tensor_split(num), targets.tensor_split(num))]
+                        preserve_rng_state=False) for h, t in chunks]
     return tuple(map(torch.cat, zip(*parts)))
 
 
@@ -660,7 +658,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, config = hidden.contiguous(), weight.contiguous(), _config("logprobs")
         (T, C), V, tiles = hidden.shape, len(weight), triton.cdiv(len(hidden), config["BLOCK_T"])
         P = min(triton.cdiv(2 * _config("units"), tiles), triton.cdiv(V, config["BLOCK_V"]))
-        parts = torch.empty(4, P, T, dtype=torch.float32, device=hidden.device)
+        parts = hidden.new_empty(4, P, T, dtype=torch.float32)
         token_logprobs_kernel[(tiles, P)](hidden, weight, targets, parts, temperature, T, V, C,
                                           **config)
         wanted, tops, totals, means = parts
@@ -678,11 +676,11 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, targets, entropies, lse = ctx.saved_tensors
         (T, C), V, config = hidden.shape, len(weight), _config("logprobs")
         width = max(DLOGITS_CHUNK // T // 256, 1) * 256
-        dhidden = torch.zeros(T, C, dtype=torch.float32, device=hidden.device)
+        dhidden = hidden.new_zeros(T, C, dtype=torch.float32)
         dweight = torch.empty_like(weight)
         for first in range(0, V, width):
             last = min(first + width, V)
-            dx = torch.empty(T, last - first, dtype=hidden.dtype, device=hidden.device)
+            dx = hidden.new_empty(T, last - first)
             grid = triton.cdiv(T, config["BLOCK_T"]), triton.cdiv(last - first, config["BLOCK_V"])
             token_logprobs_backward_kernel[grid](
                 dlogprobs.contiguous(), dentropies.contiguous(), hidden, weight, targets,
