@@ -27,11 +27,11 @@ Baselines:
     clairvoyant     knows the lengths: longest first by squared length to the least loaded engine,
                     started when they fit to their ends. A reference, not a bound
 
-    python benchmarks/simulate.py                       # one table row: cache 720,000, seed 0
-    python benchmarks/simulate.py --table --seeds 10    # all caches and budgets (an hour)
-    python benchmarks/simulate.py --html timelines.html
-    python benchmarks/simulate.py --from-run runs/toy   # lengths, turns, tool times of a real run
-    python benchmarks/simulate.py --replay steps.jsonl  # recorded steps: simulated against real
+    python benchmarks/simulate.py                        # one row: cache 720,000, budget 8,192
+    python benchmarks/simulate.py --table --seeds 10     # all caches and budgets (half an hour)
+    python benchmarks/simulate.py --html timelines.html  # what each engine did when
+    python benchmarks/simulate.py --from-run runs/toy    # lengths, turns, tools of a real run
+    python benchmarks/simulate.py --replay steps.jsonl   # recorded steps: simulated against real
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from scheduler import EngineView, Lengths, num_to_start, queue_order  # noqa: E402
@@ -77,10 +78,13 @@ class Scenario:
     sigma_latency: float = 1.0
     prompt_tokens: int = 0
     tool_tokens: int = 0  # a response's
+    step_cost: tuple = ()  # measured (rows, seconds) instead of weight, row and kv_seconds
 
     def base_seconds(self) -> list[float]:
         """Cost of a decode step by its number of rows, before the cache is read."""
         rows = np.arange(self.num_problems * self.group_size + 1)
+        if self.step_cost:
+            return np.interp(rows, *zip(*sorted(self.step_cost))).tolist()
         return np.maximum(self.weight_seconds, self.row_seconds * rows).tolist()
 
 
@@ -94,6 +98,7 @@ class Rollout:
     tokens: int = 0  # in the cache (or to be computed again) when it last changed state
     left: int = 0  # of this turn, when it last changed state
     entered: int = 0  # the engine's step count when it began to decode
+    entry: int = 0  # and which entry of the engine's heap is about it
     resident: bool = False
     decoding: bool = False
     prefilled: bool = False
@@ -172,7 +177,8 @@ class SimulatedEngine:
     row_tokens: int = 0  # cached tokens of decoding sequences: what a step reads
     idle_tokens: int = 0  # cached tokens of sequences that wait for a tool
     ask: bool = True  # the policy is asked at the start and after every finished rollout
-    rows: list = field(default_factory=list)  # heap of (end step, number, rollout, entered)
+    entries: int = 0
+    rows: list = field(default_factory=list)  # heap of (end step, entry, rollout)
     tools: list = field(default_factory=list)  # heap of (time of answer, number, rollout)
     gathered: list = field(default_factory=list)  # static-paper: calls not yet sent
     waiting: list = field(default_factory=list)  # heap of (number, rollout): new and preempted
@@ -188,15 +194,15 @@ class SimulatedEngine:
 
     def event(self, queue) -> bool:
         """Everything up to the end of the next run of decode steps. False: all done."""
-        self.deliver_answers()
         self.admit()
         if self.ask and not self.waiting:
             self.claim(queue)
             self.admit()
         if not self.num_rows:
             return self.wait_for_tools()
-        self.make_room()
-        self.decode()
+        preempted = self.make_room()
+        if self.num_rows:  # static-paper may evict its only row
+            self.decode(1 if preempted else self.scenario.max_tokens)
         return True
 
     # -- tools
@@ -222,6 +228,7 @@ class SimulatedEngine:
         if not self.tools:
             return False
         self.span(self.tools[0][0] - self.clock, "wait")
+        self.clock = self.tools[0][0]  # not a rounding error less
         return True
 
     # -- admission
@@ -236,9 +243,10 @@ class SimulatedEngine:
                 heapq.heappush(self.waiting, (r.number, r))
 
     def admit(self):
-        if self.policy == "static-paper" and self.residents:
-            return  # what was evicted resumes after the rest
-        while self.waiting and self.fits(self.waiting[0][1]):
+        """A prefill takes time in which further answers may arrive."""
+        after_the_rest = self.policy != "static-paper" or not self.residents
+        self.deliver_answers()
+        while self.waiting and after_the_rest and self.fits(self.waiting[0][1]):
             r = heapq.heappop(self.waiting)[1]
             if r.prefilled:
                 self.recomputed += r.tokens
@@ -249,6 +257,7 @@ class SimulatedEngine:
             r.resident = r.prefilled = True
             self.residents[r.number] = r
             self.enter(r)
+            self.deliver_answers()
 
     def fits(self, r) -> bool:
         headroom = self.scenario.headroom * (self.num_rows + 1)
@@ -256,10 +265,11 @@ class SimulatedEngine:
         return not self.residents or used + r.tokens + headroom <= self.scenario.cache_tokens
 
     def enter(self, r):
-        r.entered, r.decoding = self.steps, True
+        self.entries += 1
+        r.entry, r.entered, r.decoding = self.entries, self.steps, True
         self.num_rows += 1
         self.row_tokens += r.tokens
-        heapq.heappush(self.rows, (self.steps + r.left, r.number, r, self.steps))
+        heapq.heappush(self.rows, (self.steps + r.left, r.entry, r))
 
     def leave(self, r):
         """r stops decoding; its tokens so far become a fact."""
@@ -270,7 +280,9 @@ class SimulatedEngine:
 
     # -- preemption
 
-    def make_room(self):
+    def make_room(self) -> bool:
+        """Preempts until a step fits. True if it had to: then a smaller one may fit after it."""
+        full = False
         while self.row_tokens + self.idle_tokens + self.num_rows > self.scenario.cache_tokens:
             if len(self.residents) == 1:
                 raise ValueError("one rollout fills the cache: cache_tokens must exceed max_tokens")
@@ -281,6 +293,8 @@ class SimulatedEngine:
                 victims = [max((not r.decoding, n) for n, r in self.residents.items())[1]]
             for number in victims:
                 self.preempt(self.residents.pop(number))
+            full = True
+        return full
 
     def preempt(self, r):
         r.resident = False
@@ -292,14 +306,14 @@ class SimulatedEngine:
 
     # -- time
 
-    def decode(self):
-        """Runs the rows until a turn ends, a tool answers or the next step would not fit."""
-        while self.rows[0][3] != self.rows[0][2].entered or not self.rows[0][2].decoding:
-            heapq.heappop(self.rows)  # left by preemption
+    def decode(self, k: int):
+        """Up to k steps: until a turn ends, a tool answers or the next step would not fit."""
+        while not self.decodes(*self.rows[0]):
+            heapq.heappop(self.rows)
         s, n, cached = self.scenario, self.num_rows, self.row_tokens
         base = self.base[n] + s.kv_seconds * cached
         slope = s.kv_seconds * n
-        k = self.rows[0][0] - self.steps
+        k = min(k, self.rows[0][0] - self.steps)
         k = min(k, (s.cache_tokens - cached - self.idle_tokens) // n)
         if self.tools:
             k = min(k, steps_until(self.tools[0][0] - self.clock, base, slope))
@@ -307,9 +321,13 @@ class SimulatedEngine:
         self.steps += k
         self.row_tokens += k * n
         while self.rows and self.rows[0][0] <= self.steps:
-            _, _, r, entered = heapq.heappop(self.rows)
-            if r.decoding and r.entered == entered:
-                self.end_turn(r)
+            row = heapq.heappop(self.rows)
+            if self.decodes(*row):
+                self.end_turn(row[2])
+
+    def decodes(self, end_step: int, entry: int, r: Rollout) -> bool:
+        """False for what preemption left in the heap."""
+        return r.decoding and r.entry == entry
 
     def end_turn(self, r):
         self.leave(r)
@@ -414,9 +432,10 @@ def deal_known(engines, rollouts):
         heapq.heappush(load, (work + r.length**2, i))
 
 
-def claim_known(engine, width: int = 128) -> list[Rollout]:
+def claim_known(engine) -> list[Rollout]:
     """Of the engine's plan, longest first, all that fit to their ends beside what runs."""
     s = engine.scenario
+    width = -(-s.max_tokens // 64)
     ahead = np.arange(0, s.max_tokens + s.prompt_tokens + 2 * width, width)
     running = [*engine.residents.values(), *(r for _, r in engine.waiting)]
     now = np.array([r.tokens + (engine.steps - r.entered) * r.decoding for r in running])
@@ -461,7 +480,8 @@ def run(policy: str, scenario: Scenario, seed: int) -> tuple[dict, list[Simulate
 
 
 def fit_run(folder: str, scenario: Scenario) -> Scenario:
-    """The scenario with lengths, turns, tool times and texts of the traces of a run folder."""
+    """The scenario with lengths, turns, tool times (CPU seconds) and texts of the traces of a run
+    folder, and with the cost of a step where its metrics.jsonl has engine_step_cost."""
     paths = sorted(Path(folder).glob("traces/*.jsonl"))
     rows = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
     if not rows:
@@ -487,7 +507,18 @@ def fit_run(folder: str, scenario: Scenario) -> Scenario:
         sigma_latency=float(sigma_latency),
         prompt_tokens=round(np.mean(prompts)),
         tool_tokens=round(np.mean(tool_text)) if tool_text else 0,
+        **measured_cost(Path(folder) / "metrics.jsonl"),
     )
+
+
+def measured_cost(metrics: Path) -> dict:
+    """Mean over the steps of [[rows, seconds of a step with so many rows], ...]."""
+    seconds = defaultdict(list)
+    for line in metrics.read_text().splitlines() if metrics.exists() else ():
+        for rows, cost in json.loads(line).get("engine_step_cost", ()):
+            seconds[rows].append(cost)
+    table = tuple((rows, float(np.mean(costs))) for rows, costs in sorted(seconds.items()))
+    return dict(step_cost=table, kv_seconds=0.0, prefill_rate=np.inf) if table else {}
 
 
 def correlation_within(groups: list[list[float]]) -> float:
@@ -499,3 +530,157 @@ def correlation_within(groups: list[list[float]]) -> float:
     within = np.mean([g.var(ddof=1) for g in groups])
     between = np.var([g.mean() for g in groups], ddof=1) - within / size
     return float(np.clip(between / max(between + within, 1e-12), 0, 1))
+
+
+# ---- recorded steps ----
+
+
+def replay(record: dict) -> tuple[float, float]:
+    """Runs a recorded step again. Returns Kendall's tau of the order of completion and the
+    simulated makespan over the real one.
+
+    record: cache_tokens, max_tokens, engine_step_cost [[rows, mean seconds of such a step]],
+    rollouts [{engine, started, finished, prompt_tokens, turns: tokens the model wrote in each,
+    tool_seconds, tool_tokens: of the answers between}], seconds from the start of the step.
+    """
+    rows = record["rollouts"]
+    answers = [n for row in rows for n in row["tool_tokens"]]
+    scenario = Scenario(
+        num_problems=len(rows), group_size=1, num_engines=1 + max(row["engine"] for row in rows),
+        cache_tokens=record["cache_tokens"], max_tokens=record["max_tokens"], kv_seconds=0.0,
+        prefill_rate=np.inf, tool_tokens=round(np.mean(answers)) if answers else 0, headroom=0,
+        step_cost=tuple(map(tuple, record["engine_step_cost"])),
+    )  # fmt: skip
+    rollouts = [Rollout(i, row["turns"], row["tool_seconds"]) for i, row in enumerate(rows)]
+    for i in range(scenario.num_engines):
+        engine = SimulatedEngine(scenario, "static")
+        for r, row in zip(rollouts, rows):
+            if row["engine"] == i:  # as if its first token had to wait for an answer until then
+                r.number, r.tokens, r.left = r.problem, row["prompt_tokens"], r.turn_lengths[0]
+                heapq.heappush(engine.tools, (row["started"], r.number, r))
+        while engine.event(SimulatedQueue("static", [])):
+            pass
+    simulated = np.array([r.finished for r in rollouts])
+    real = np.array([row["finished"] for row in rows])
+    return kendall_tau(simulated, real), simulated.max() / real.max()
+
+
+def kendall_tau(x: np.ndarray, y: np.ndarray) -> float:
+    """(pairs in the same order - in the opposite order) / all. [1, 2, 3], [1, 3, 2] -> 1/3"""
+    pairs = np.triu_indices(len(x), 1)
+    signs = [np.sign(np.subtract.outer(v, v))[pairs] for v in (x, y)]
+    return float((signs[0] * signs[1]).mean())
+
+
+def replay_file(path: str) -> None:
+    """One recorded step a line."""
+    results = np.array([replay(json.loads(line)) for line in Path(path).read_text().splitlines()])
+    for i, (tau, ratio) in enumerate(results):
+        print(f"step {i}: Kendall tau {tau:.3f}, makespan simulated / real {ratio:.3f}")
+    tau, error = np.median(results[:, 0]), np.median(np.abs(results[:, 1] - 1))
+    print(f"median of {len(results)}: tau {tau:.3f}, makespan off by {error:.1%} (aim .9 and 25 %)")
+
+
+# ---- tables and pictures ----
+
+COLUMNS = ("makespan", "ratio", "busy", "recomputed", "p50", "p99")
+
+
+def print_table(scenarios: list[Scenario], seeds: int, policies, html: str | None) -> None:
+    print("makespan in seconds, mean (min to max) over seeds; ratio to the lower bound; share of")
+    print("engine time decoding or in first prefill; tokens computed again over decoded; latencies")
+    timelines = []
+    for scenario in scenarios:
+        cache, budget = scenario.cache_tokens, scenario.max_tokens
+        print(f"\ncache {cache:,} tokens an engine, budget {budget:,}, {seeds} seeds")
+        print(f"{'':14}{'makespan':>22}" + "".join(f"{name:>11}" for name in COLUMNS[1:]))
+        for policy in policies:
+            results = []
+            for seed in tqdm(range(seeds), desc=policy, leave=False):
+                result, engines = run(policy, scenario, seed)
+                results.append(result)
+                if html and seed == 0:
+                    timelines.append((f"{policy}, cache {cache:,}, budget {budget:,}", engines))
+            print_row(policy, results)
+    if html:
+        Path(html).write_text(timeline_page(timelines))
+        print(f"\nwrote {html}")
+
+
+def print_row(policy: str, results: list[dict]) -> None:
+    spans = [r["makespan"] for r in results]
+    makespan = f"{np.mean(spans):.0f} ({min(spans):.0f} to {max(spans):.0f})"
+    means = [np.mean([r[name] for r in results]) for name in COLUMNS[1:]]
+    print(f"{policy:14}{makespan:>22}" + "".join(f"{m:>11.3f}" for m in means[:3]), end="")
+    print("".join(f"{m:>11.0f}" for m in means[3:]), flush=True)
+
+
+def timeline_page(timelines) -> str:
+    """Static HTML: a strip an engine, time to the right; decoding darker with a fuller cache."""
+    end = max(engine.clock for _, engines in timelines for engine in engines)
+    parts = [
+        "<!doctype html><meta charset=utf-8><title>Engine timelines</title>",
+        "<body style='font:14px sans-serif;margin:2em'><h1>Engine timelines</h1>",
+        f"<p>{end:.0f} s from left to right, the same for all. Green: decoding, darker with a ",
+        "fuller cache. Blue: first prefill. Red: recomputing after preemption. White: waiting.</p>",
+    ]
+    for title, engines in timelines:
+        parts.append(f"<h2>{title}: {max(e.clock for e in engines):.0f} s</h2>")
+        parts.append(f"<svg width=1000 height={6 * len(engines)} shape-rendering=crispEdges>")
+        parts += [strip(engine, 6 * i, 1000 / end) for i, engine in enumerate(engines)]
+        parts.append("</svg>")
+    return "\n".join(parts)
+
+
+def strip(engine, y: int, scale: float, columns: int = 250) -> str:
+    """Each column shows what took most of its time; equal neighbours are one rectangle."""
+    width, spent, full = 1000 / columns, defaultdict(float), defaultdict(float)
+    for start, stop, kind, filled in engine.spans:
+        for column in range(int(start * scale / width), int(stop * scale / width) + 1):
+            left, right = column * width / scale, (column + 1) * width / scale
+            overlap = max(0.0, min(stop, right) - max(start, left))
+            spent[column, kind] += overlap
+            full[column] = max(full[column], filled * (overlap > 0))
+    colours = []
+    for column in range(columns):
+        kind = max(("decode", "prefill", "recompute", "wait"), key=lambda k: spent[column, k])
+        decode = f"hsl(140 50% {90 - 15 * round(4 * full[column])}%)"
+        kinds = dict(decode=decode, prefill="#36c", recompute="#d33", wait="none")
+        colours.append(kinds[kind] if spent[column, kind] else "none")
+    edges = [i for i in range(columns) if not i or colours[i] != colours[i - 1]] + [columns]
+    return "".join(
+        f"<rect x={a * width:g} y={y} width={(b - a) * width:g} height=5 fill='{colours[a]}'/>"
+        for a, b in zip(edges, edges[1:])
+        if colours[a] != "none"
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--table", action="store_true", help="all caches and budgets")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--policies", nargs="+", default=POLICIES, choices=POLICIES)
+    parser.add_argument("--html", metavar="FILE", help="write the engines' timelines of seed 0")
+    parser.add_argument("--from-run", metavar="FOLDER", help="fit the scenario to a run's traces")
+    parser.add_argument("--replay", metavar="FILE", help="recorded steps, a JSON object a line")
+    numbers = {n: k for n, k in Scenario.__annotations__.items() if k != "tuple"}
+    for name, kind in numbers.items():
+        flag, default = "--" + name.replace("_", "-"), getattr(Scenario, name)
+        parser.add_argument(flag, type=float if kind == "float" else int, default=default)
+    args = parser.parse_args()
+    if args.replay:
+        return replay_file(args.replay)
+    scenario = Scenario(**{name: getattr(args, name) for name in numbers})
+    if args.from_run:
+        scenario = fit_run(args.from_run, scenario)
+        print(f"fitted to {args.from_run}: {scenario}\n")
+    caches = (720_000, 360_000, 240_000, 180_000)
+    scenarios = [scenario]
+    if args.table:
+        grid = [(b, c) for b in (8_192, 12_288) for c in caches]
+        scenarios = [replace(scenario, max_tokens=b, cache_tokens=c) for b, c in grid]
+    print_table(scenarios, args.seeds, args.policies, args.html)
+
+
+if __name__ == "__main__":
+    main()
