@@ -186,7 +186,7 @@ def main() -> None:
     labels = read_labels()
     rows = read_jsonl(SHARED / "vectors/answers.jsonl")
     vectors = [(row["answer"], row["gold"], row["equal"], "judged by hand") for row in rows]
-    spellings = [(spell(g), g, True, f"{spell.__name__} of it") for g in labels for spell in SPELLINGS]
+    spellings = [(f(g), g, True, f"{f.__name__} of it") for g in labels for f in SPELLINGS]
     pairs = [(a, b, False, f"two labels, {kind(a)}") for a, b in different_pairs(labels, 1000)]
     judge(vectors, "vectors")
     judge(spellings, "spellings")

@@ -422,7 +422,7 @@ def mutate(rng, text, texts):
     for _ in range(rng.randint(1, 4)):
         i, other = rng.randint(0, len(text)), rng.choice(texts)
         j, k = min(len(text), i + rng.randint(0, 4)), rng.randint(0, len(other))
-        bits = ["", text[i:j] * 2, other[k : k + 5], rng.choice("^_{}()[]!%|,0-/e\\&=<°\x00\ud800²")]
+        bits = ["", text[i:j] * 2, other[k : k + 5], rng.choice("^{}()[]!%|,0-/e\\&=<°\x00\ud800²")]
         text = text[:i] + rng.choice(bits) + text[rng.choice([i, j]) :]
     return text
 
