@@ -20,9 +20,8 @@ tried in a throw-away fork, because whether it works depends on kernel, containe
 
 Root in a container without CAP_SYS_ADMIN has all but `disk`; an ordinary user has all where user
 namespaces are allowed. Not here: cgroups (rarely writable), other uids (cannot read an interpreter
-in /root). Outside Linux there is nothing but resource limits and wall time.
-
-sandbox.py starts this file, one process per core. It imports little: forks of little are fast.
+in /root). Outside Linux there is nothing but resource limits and wall time. sandbox.py starts this
+file, one process per core; it imports little, because forks of little are fast.
 """
 
 from __future__ import annotations
@@ -63,16 +62,6 @@ OUT_OF_MEMORY = 77  # exit status by which a child reports a MemoryError
 MAX_OUTPUT = 16 << 20  # bytes to stdout or stderr, then the call ends
 TICK = 0.05  # seconds between two looks at a running child
 RESULT = ("status", "stdout", "stderr", "wall_seconds", "cpu_seconds")
-LAYERS = {  # guarantee: what gives it, alternatives in order
-    "network": ("seccomp+net", "seccomp"),
-    "files": ("landlock+seccomp", "mount"),
-    "signals": ("seccomp+pid", "seccomp", "pid"),
-    "memory": ("limits+seccomp",),
-    "time": ("limits",),
-    "processes": ("seccomp",),
-    "disk": ("mount",),
-    "leftovers": ("seccomp+pid", "seccomp", "pid"),
-}
 
 
 # ---- messages: 4 bytes of length, then JSON ----
@@ -125,8 +114,8 @@ socketpair 53 199, prctl 157 167
 ARCHITECTURES = {"x86_64": (0xC000003E, 1), "aarch64": (0xC00000B7, 2)}  # (audit number, column)
 # From 424 on numbers are the same everywhere and nearly all are ways out (io_uring, pidfd, mount
 # calls): "no such call", as an old kernel says; but close_range, openat2, faccessat2, epoll_pwait2.
-SELF = 0x7FFFFFFF  # stands for the process's own id in a filter
 FIRST_COMMON, COMMON_KNOWN = 424, (436, 437, 439, 441)
+SELF = struct.pack("<I", 0x7FFFFFFF)  # stands for the process's own id in a filter
 
 
 def libc(function: str, *args) -> int:
@@ -147,7 +136,7 @@ def seccomp_program() -> bytes:
     allow, refuse, unknown, kill = map(give, (0x7FFF0000, 0x50001, 0x50026, 0x80000000))
     load = lambda at: (0x20, 0, 0, at)
     equal = lambda value, yes, no: (0x15, yes, no, value)
-    to_self = [load(16), equal(SELF, 1, 0), equal(0, 0, 1), *allow, *refuse]
+    to_self = [load(16), equal(0x7FFFFFFF, 1, 0), equal(0, 0, 1), *allow, *refuse]
     rules = dict.fromkeys(("kill", "tgkill", "prlimit64", "sched_setaffinity"), to_self)
     rules["clone"] = [load(16), (0x45, 0, 1, 0x10000), *allow, *refuse]  # threads only
     # streams only: asyncio wants one, a datagram socket could send to any path
@@ -166,7 +155,7 @@ def seccomp_program() -> bytes:
 
 
 def apply_seccomp(program: bytes) -> None:
-    program = program.replace(struct.pack("<I", SELF), struct.pack("<I", os.getpid()))
+    program = program.replace(SELF, struct.pack("<I", os.getpid()))
     buffer = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
     libc("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -205,28 +194,27 @@ def apply_landlock(ruleset: int) -> None:
     libc("syscall", 446, ruleset, 0)
 
 
-def limit_resources(memory: int, disk: int) -> None:
-    """Soft = hard: raising one again takes a capability."""
-    limits = {"AS": memory, "FSIZE": disk, "NOFILE": 64, "CORE": 0}
-    for name, value in limits.items():
-        with contextlib.suppress(ValueError):  # macOS knows no RLIMIT_AS
-            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
-
-
 def drop_capabilities() -> None:
     libc("capset", struct.pack("<II", 0x20080522, 0), bytes(24))
 
 
+def limit_resources(memory: int, disk: int) -> None:
+    """Soft = hard: raising one again takes a capability."""
+    for name, value in {"AS": memory, "FSIZE": disk, "NOFILE": 64, "CORE": 0}.items():
+        with contextlib.suppress(ValueError):  # macOS knows no RLIMIT_AS
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+
+
 def enter_namespaces(flags: int) -> None:
     """CAP_SYS_ADMIN needs no user namespace; anybody else gets one that maps him to himself."""
-    ids = {"uid_map": os.getuid(), "gid_map": os.getgid()}
+    maps = {"setgroups": "deny", "uid_map": f"{os.getuid()} {os.getuid()} 1"}
+    maps["gid_map"] = f"{os.getgid()} {os.getgid()} 1"
     try:
         libc("unshare", flags)
     except PermissionError:
         libc("unshare", flags | NEW_USER)
-        Path("/proc/self/setgroups").write_text("deny")
-        for name, number in ids.items():
-            Path("/proc/self", name).write_text(f"{number} {number} 1")
+        for name, text in maps.items():
+            Path("/proc/self", name).write_text(text)
     if flags & NEW_MOUNT:
         libc("mount", None, b"/", None, REC | PRIVATE, None)
 
@@ -256,9 +244,6 @@ def build_view(root: str, home: str) -> None:
     libc("mount", None, os.fsencode(root), None, REMOUNT | BIND | RDONLY, None)
 
 
-# ---- what holds here ----
-
-
 def probe(folder: str, off: list[str]) -> dict[str, str]:
     """{mechanism: "" if it works here, else why it does not}. `folder` is an empty directory."""
     trials = {
@@ -286,16 +271,6 @@ def try_in_fork(trial) -> str:
     os.waitpid(pid, 0)
     with open(reader) as answer:
         return answer.read()
-
-
-def guarantees(why: dict[str, str]) -> dict[str, tuple[bool, str]]:
-    """{guarantee: (on, by what, or why not)} from what `probe` found."""
-    found = {}
-    for guarantee, choices in LAYERS.items():
-        good = [c for c in choices if not any(why[m] for m in c.split("+"))]
-        reasons = [f"{m}: {why[m]}" for m in choices[0].split("+") if why[m]]
-        found[guarantee] = (bool(good), good[0] if good else ", ".join(reasons))
-    return found
 
 
 # ---- the child: one call ----
@@ -448,7 +423,7 @@ class Zygote:
 
     def run(self) -> None:
         preload(self.settings["preload"], self.home)
-        child, message = self.fork_ahead(), {"layers": guarantees(self.why)}
+        child, message = self.fork_ahead(), {"why": self.why}
         while True:
             with contextlib.suppress(BrokenPipeError):
                 self.pool.sendall(pack(message))

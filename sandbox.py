@@ -46,6 +46,16 @@ MAX_MESSAGE, MAX_UNREAD = 64 << 20, 256 << 20  # bytes of a message, of answers 
 ENVIRONMENT = """PATH=/usr/local/bin:/usr/bin:/bin LANG=C.UTF-8 PYTHONUTF8=1 PYTHONHASHSEED=0
     OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1
     PYTHONMALLOC=malloc GLIBC_TUNABLES=glibc.malloc.hugetlb=1"""
+LAYERS = {  # guarantee: what gives it, alternatives in order
+    "network": ("seccomp+net", "seccomp"),
+    "files": ("landlock+seccomp", "mount"),
+    "signals": ("seccomp+pid", "seccomp", "pid"),
+    "memory": ("limits+seccomp",),
+    "time": ("limits",),
+    "processes": ("seccomp",),
+    "disk": ("mount",),
+    "leftovers": ("seccomp+pid", "seccomp", "pid"),
+}
 
 
 @dataclass(frozen=True)
@@ -105,7 +115,7 @@ class Pool:
             writer.write(pack({**self.settings, "index": index, "pool": os.getpid()}))
             try:
                 failures += 1
-                self.tell((await receive(reader))["layers"])
+                self.tell(guarantees((await receive(reader))["why"]))
                 failures = 0
                 while True:
                     if request is None:
@@ -162,6 +172,16 @@ async def receive(reader: asyncio.StreamReader) -> dict:
     if size > MAX_MESSAGE:
         raise ValueError(f"a message of {size} bytes")
     return json.loads(await reader.readexactly(size))
+
+
+def guarantees(why: dict[str, str]) -> dict[str, tuple[bool, str]]:
+    """{guarantee: (on, by what, or why not)} from what `probe` found."""
+    found = {}
+    for guarantee, choices in LAYERS.items():
+        good = [c for c in choices if not any(why[m] for m in c.split("+"))]
+        off = ", ".join(f"{m}: {why[m]}" for m in choices[0].split("+") if why[m])
+        found[guarantee] = (bool(good), good[0] if good else off)
+    return found
 
 
 async def run_pool(owner: socket.socket, listener: socket.socket) -> None:
