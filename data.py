@@ -216,11 +216,8 @@ def pack(documents, weights=1.0, advantages=0.0, device="cpu") -> Batch:
     ids, masks, engine = zip(*rows)
     lengths = torch.tensor([len(x) for x in ids])
     flat = lambda rows, dtype: torch.tensor([x for row in rows for x in row], dtype=dtype)
-
-    def spread(values):  # (S,) or a number -> (T,)
-        per_document = torch.as_tensor(values, dtype=torch.float32).expand(len(rows))
-        return per_document.repeat_interleave(lengths)
-
+    each = lambda values: torch.as_tensor(values, dtype=torch.float32).expand(len(rows))
+    spread = lambda values: each(values).repeat_interleave(lengths)  # (S,) or a number -> (T,)
     loss_mask = flat(masks, torch.float32)
     batch = Batch(
         token_ids=flat(ids, torch.int64),
@@ -253,7 +250,6 @@ def micro_batches(lengths: list[int], world: int, max_tokens: int) -> list[list[
 
 # ---- readers ----
 
-# Names that data sets use, in the order of preference.
 QUESTION_FIELDS = ("question", "problem", "prompt", "Question", "Problem")
 ANSWER_FIELDS = ("answer", "expected_answer", "final_answer", "ground_truth", "Answer")
 # Instructions that data sets glue to a problem: they would count as overlap and as a marker.
@@ -316,9 +312,9 @@ def to_object(row) -> dict:
         row = json.loads(row) if isinstance(row, bytes) else row
     except ValueError:
         raise ValueError("not JSON") from None
-    if not isinstance(row, dict):
-        raise ValueError("not an object")
-    return row
+    if isinstance(row, dict):
+        return row
+    raise ValueError("not an object")
 
 
 def to_problem(row, stem: str, line: int) -> Problem:
@@ -330,9 +326,8 @@ def to_problem(row, stem: str, line: int) -> Problem:
     answer = next((row[k] for k in ANSWER_FIELDS if row.get(k) is not None), None)
     if answer is None and isinstance(row.get("reward_model"), dict):  # DAPO
         answer = row["reward_model"].get("ground_truth")
-    name = row.get("id", line)
+    name, source = row.get("id", line), row.get("source") or row.get("data_source") or stem
     name = name if isinstance(name, str) else f"{stem}-{name}"
-    source = row.get("source") or row.get("data_source") or stem
     return Problem(name, question, answer_text(answer), str(source))
 
 
@@ -434,7 +429,7 @@ def filter_files(paths, out, names, known: Known, config: dict, fresh: bool = Fa
     state = dict(config=config, file=0, line=0, bytes=0, counts={}, examples={}, skipped={})
     if fresh:
         saved.unlink(missing_ok=True)
-    if saved.exists():
+    elif saved.exists():
         state = json.loads(saved.read_text())
         if state["config"] != config:
             raise ValueError(f"{saved} is of a run with other arguments: give those, or --fresh")
@@ -507,22 +502,22 @@ def main() -> None:
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     commands = parser.add_subparsers(required=True)
+    show = commands.add_parser("show", help="a few problems and statistics")
+    show.add_argument("--count", type=int, default=3)
     add = commands.add_parser("filter", help="stream problem files through the filters")
-    add.add_argument("files", nargs="+", metavar="IN")
-    add.add_argument("--out", type=Path, required=True, help="JSON lines of what is kept")
-    add.add_argument("--recipe", choices=RECIPE, default="all", help="the filters of a source")
-    add.add_argument("--filters", help="instead of --recipe: " + ",".join(FILTERS))
-    add.add_argument("--eval", nargs="+", default=[], help="evaluation sets to stay away from")
-    add.add_argument("--samples", nargs="+", default=[], help="answers written by eval.py --out")
-    add.add_argument("--min-right", type=int, default=2, help="samples that match the label")
-    add.add_argument("--max-digits", type=int, default=12, help="a longer answer is huge")
-    add.add_argument("--mask-numbers", action="store_true", help="overlap whatever the numbers")
-    add.add_argument("--fresh", action="store_true", help="begin again, overwrite")
-    add.set_defaults(run=filter_command)
-    add = commands.add_parser("show", help="a few problems and statistics")
-    add.add_argument("files", nargs="+", metavar="FILE")
-    add.add_argument("--count", type=int, default=3)
-    add.set_defaults(run=show_command)
+    for command, run in ((show, show_command), (add, filter_command)):
+        command.add_argument("files", nargs="+", metavar="FILE")
+        command.set_defaults(run=run)
+    add = add.add_argument
+    add("--out", type=Path, required=True, help="JSON lines of what is kept")
+    add("--recipe", choices=RECIPE, default="all", help="the filters of a source")
+    add("--filters", help="instead of --recipe: " + ",".join(FILTERS))
+    add("--eval", nargs="+", default=[], help="evaluation sets to stay away from")
+    add("--samples", nargs="+", default=[], help="answers written by eval.py --out")
+    add("--min-right", type=int, default=2, help="samples that match the label")
+    add("--max-digits", type=int, default=12, help="a longer answer is huge")
+    add("--mask-numbers", action="store_true", help="overlap whatever the numbers")
+    add("--fresh", action="store_true", help="begin again, overwrite")
     args = parser.parse_args()
     try:
         args.run(args)
