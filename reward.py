@@ -1,11 +1,10 @@
 r"""Reward: find the final answer in what the model wrote, decide whether it is the label.
 
 The paper's reward (section 2.2) is 1 if the final answer is equivalent to the label, else 0.
-`extract_answer` finds it; `integer_verdict` compares two integers by their digits, in the trainer;
-`is_equivalent` decides everything else, in a sandbox child with a time limit. Model text is never
-evaluated: a parser reads LaTeX and plain text alike and builds sympy nodes, so a model cannot
-print its own verdict. Towers of powers, huge factorials, deep nests are refused before they are
-built. A label that cannot be read is compared as text.
+`extract_answer` finds it, `integer_verdict` compares two integers by their digits in the trainer,
+`is_equivalent` decides the rest in a sandbox child with a time limit. Model text is never evaluated
+(a model could print its own verdict): a parser reads LaTeX and plain text alike and builds sympy
+nodes; towers of powers, huge factorials and deep nests are refused before they are built.
 
     answer  := item (("," | ";" | "or" | "and") item)*             a bare list has no order
     item    := union (("=" | "<" | "≤" | ">" | "≥" | "≠" | "∈") union)*
@@ -19,9 +18,10 @@ built. A label that cannot be read is compared as text.
 
 A sympy expression or matrix stands for itself; a Node holds what sympy would merge too eagerly.
 What has several readings is multiplied by a *mark*, a symbol: 28% is 28 * "#%". RULES are the
-reasons for which an answer is the label: one has to accept. Two values are the same if their
-difference is 0 to 300 digits, with symbols at points of both signs. Unlike in math-verify, which
-the release asks, decimals are exact. Not done: sums, integrals, limits, cases.
+reasons for which an answer is the label: one has to accept. Values are the same if their difference
+is 0 to 300 digits; with symbols, at points of both signs. Unlike in math-verify, which the release
+asks, decimals are exact. A label that cannot be read is compared as text. Not done: sums,
+integrals, limits, cases.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def extract_answer(text: str) -> str | None:
 # ---- integers, without the sandbox ----
 
 GROUPS = r"\d{1,3}(?:(?:,|\{,\}|,?\\!\s?|\\[,;: ]|[ ~'_\u00a0\u2009\u202f])\d{3})+"
-INTEGER = rf"\s*\$?\s*([-+−]?)\s*(?:\\\$)?\s*({GROUPS}|\d+)(?:\.0*)?\s*\$?\.?\s*"
+INTEGER = rf"[\s$]*(?:([-+−])\s*)?(?:\\\$\s*)?({GROUPS}|\d+)(?:\.0*)?[\s$.]*"
 INTEGER = re.compile(INTEGER, re.ASCII)
 
 
@@ -267,22 +267,17 @@ class Parser:
                 value = value * self.factor()
             elif self.take("/|:(?!.*:)"):
                 value = value * inverse(self.factor())
-            elif self.at_atom():
+            elif self.sees(ATOM):
                 value = value * self.power()
             else:
-                words = self.take(WORD)
-                return value * self.unit(words[6:-1].split()) if words else value
+                words = self.take(WORD + r"(?: *\^ *(?:\d|\{ *\d *\}))?")
+                return value * self.unit(words) if words else value
 
-    def at_atom(self) -> re.Match | None:
-        """Whether a factor follows without a sign: no digit, no word."""
-        return self.sees(ATOM)
-
-    def unit(self, words: list):
-        """Its mark, 1 for words that are no unit we know: 12 apples is 12."""
-        self.take(r"\^ *(?:\d|\{ *\d *\})")
-        words = [word if word in UNITS else word.rstrip("s") for word in words]
-        known = [UNITS[word] for word in words if word in UNITS]
-        return sympy.Symbol("#unit " + known[0]) if known else sympy.S.One
+    def unit(self, words: str):
+        """Its mark, or 1 for words that are no unit we know: 12 apples is 12."""
+        words = re.findall("[a-z]+", words[5:])
+        units = [UNITS.get(word) or UNITS.get(word.rstrip("s")) for word in words]
+        return next((sympy.Symbol("#unit " + unit) for unit in units if unit), sympy.S.One)
 
     def factor(self):
         sign = self.take("[-+±∓]")
@@ -360,7 +355,7 @@ class Parser:
             value = self.group()
         else:  # \sin 2x \cos y: what is multiplied without a sign, up to the next function
             value = signed(self.take("-"), self.power())
-            while self.at_atom() and not self.sees(rf"\\?(?:{'|'.join(FUNCTIONS)})(?![a-zA-Z])"):
+            while self.sees(ATOM) and not self.sees(rf"\\?(?:{'|'.join(FUNCTIONS)})(?![a-zA-Z])"):
                 value = value * self.power()
         value = call(FUNCTIONS[name], value)
         if name == "log":  # without a base it has two readings, natural and decimal
@@ -380,8 +375,8 @@ class Parser:
 def read(text: str):
     """A normalised text -> expression, matrix or Node."""
     depth = itertools.accumulate((c in "([{⦃⟨") - (c in ")]}⦄⟩") for c in text)
-    if len(text) > MAX_LENGTH or max(depth, default=0) > MAX_NESTING:
-        raise Unreadable("too long or nested too deeply")
+    if max(depth, default=0) > MAX_NESTING:
+        raise Unreadable("nested too deeply")
     parser = Parser(text)
     node = listed("", parser.answer())
     parser.need(r"\Z")
@@ -475,19 +470,15 @@ def same(a, b) -> bool:
 
 
 def same_value(a, g) -> bool:
-    r"""3\sqrt{13} is \sqrt{117}, 2(k+1) is 2k+2; matrices entry by entry."""
-    return not isinstance(a, Node) and not isinstance(g, Node) and same(a, g)
-
-
-def marked(a, g) -> bool:
-    r"""What only one is marked with may have any of its meanings: 28% is 28 and 0.28, 70° is 70 and
-    7pi/18, 5 cm is 5, \log is \ln or \log_{10}. A base may be left out, not added; cm are no m."""
-    if not (a.is_scalar and g.is_scalar):
+    r"""3\sqrt{13} is \sqrt{117}, 2(k+1) is 2k+2, matrices entry by entry. A mark that only one side
+    has may take any of its meanings: 28% is 28 and 0.28, 70° is 70 and 7pi/18, 5 cm is 5, \log is
+    \ln or \log_{10}. A base may be left out but not added, and 5 cm is not 5 m."""
+    if isinstance(a, Node) or isinstance(g, Node):
         return False
     mine, its = ({s.name for s in x.free_symbols if s.name[0] == "#"} for x in (a, g))
     mine, its = mine - its, its - mine
     units = [{m[6:] for m in marks if m.startswith("#unit")} for marks in (mine, its)]
-    if not mine | its or all(units) or any(m[1] == "_" for m in mine):
+    if all(units) or any(m[1] == "_" for m in mine):
         return False
     one, percent, degree = sympy.S.One, sympy.Rational(1, 100), sympy.pi / 180
     other = {"#%": percent, "#°": degree, "#log": sympy.log(10)}
@@ -550,10 +541,12 @@ def unordered(a, g) -> bool:
     if not kinds <= {"", "{}", "one"} or all(ones):
         return False
     a, g = ((x,) if one else x.items for one, x in zip(ones, (a, g)))
+    if "{}" not in kinds and len(a) != len(g):
+        return False
     alike = [[x.is_Relational == y.is_Relational and equal(x, y) for y in g] for x in a]
     if "{}" in kinds:
         return all(map(any, alike)) and all(map(any, zip(*alike))) and bool(a) == bool(g)
-    return len(a) == len(g) and all(alike.count(row) == sum(row) for row in alike)
+    return all(alike.count(row) == sum(row) for row in alike)
 
 
 def same_reals(a, g) -> bool:
@@ -564,12 +557,10 @@ def same_reals(a, g) -> bool:
     leaves = {*a.leaves(), *g.leaves()}
     names = {x for x in leaves if x.is_Symbol}
     ends = [x for x in leaves - names if x not in (sympy.oo, -sympy.oo)]
-    values = [x.is_scalar and not x.free_symbols and numeric(x) for x in ends]
-    real = all(value and value[1] == 0 for value in values)
-    if not real or len(names) > 1 or len(ends) > MAX_ENDS:
+    if len(names) > 1 or len(ends) > MAX_ENDS or None in map(real, ends):
         return False
     far = sum(map(abs, ends), sympy.S.One)
-    ends = [-far, *(end for _, end in sorted(zip(values, ends), key=lambda pair: pair[0][0])), far]
+    ends = [-far, *sorted(ends, key=real), far]
     points = ends + [(x + y) / 2 for x, y in zip(ends, ends[1:])]
     within = [(contains(a, x), contains(g, x)) for x in points]
     return any(x for x, _ in within) and all(x == y for x, y in within)
@@ -587,16 +578,20 @@ def contains(node: Node, x) -> bool:
         if len(items) != 2:
             return False
         kind, terms = "<≤"[kind[0] == "["] + "<≤"[kind[1] == "]"], [items[0], x, items[1]]
-    return all(holds(*triple) for triple in zip(terms, kind, terms[1:]))
+    return all(map(holds, terms, kind, terms[1:]))
 
 
 def holds(a, sign: str, b) -> bool:
-    if same(a, b):
-        return sign in "=≤"
-    return sign == "≠" or sign in "<≤" and bool(numeric(a)[0] < numeric(b)[0])
+    return sign in "=≤" if same(a, b) else sign == "≠" or sign in "<≤" and real(a) < real(b)
 
 
-RULES = [same_value, marked, assigned, same_relation, ordered, unordered, same_reals]
+def real(x):
+    """Its value if that is a real number, else None."""
+    value = None if x.is_Matrix or x.free_symbols else numeric(x)
+    return value[0] if value and value[1] == 0 else None
+
+
+RULES = [same_value, assigned, same_relation, ordered, unordered, same_reals]
 
 
 def equal(a, g) -> bool:
@@ -608,6 +603,8 @@ def is_equivalent(answer: str, gold: str) -> bool:
     global sympy
     if (verdict := integer_verdict(answer, gold)) is not None:
         return verdict
+    if len(answer) > MAX_LENGTH or len(gold) > MAX_LENGTH:
+        return answer == gold
     answer, gold = normalise(answer), normalise(gold)
     spaces, braces = r"(?<![\d,])\s+|\s+(?!\d)", r"(?<!\\)\{(\w)\}"  # x^{2} is x^2, 1 2 is not 12
     texts = [re.sub(braces, r"\1", re.sub(spaces, "", text)) for text in (answer, gold)]

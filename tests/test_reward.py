@@ -403,7 +403,7 @@ def test_model_text_is_never_evaluated():
     "text",
     [
         "9^{9^{9^{9}}}", "9^{9^9}", "2^{100000000}", "(10^9)!", "((5!)!)!", r"\binom{10^9}{10^8}",
-        "1e99999999", "9" * 3000, "(" * 500 + "1" + ")" * 500, "{" * 30 + "1" + "}" * 30,
+        "1e99999999", "(" * 500 + "1" + ")" * 500, "{" * 30 + "1" + "}" * 30,
         "((((2^{999})^{999})^{999})^{999})", r"(1+10^{-900})^{9999}", r"\sin(10^{10^3})",
         "x^{x^{x^{x^{x^{x}}}}}+10^{10^{10^{x}}}", "e^{e^{e^{10}}}", "3:" * 400 + "1",
         r"\sqrt" * 300 + "2", r"\sin" * 300 + "1", r"\frac" * 300 + "12", "x^" * 300 + "2",
@@ -416,6 +416,14 @@ def test_too_large_too_deep_or_without_value_is_refused(text):
         is_equivalent("x", "x + 1")  # loads sympy
         reward.read(reward.normalise(text))
     assert is_equivalent(text, "x") is False
+
+
+@pytest.mark.parametrize("part", [" ", ".", "$", "9", "\\", "<", r"\!", "{", "1,", "≈", "x ", "ab"])
+def test_long_texts_take_no_longer_than_their_length(part):
+    """A pattern that backtracks would need hours for these."""
+    for text in (part * 50_000, f"${part * 50_000}x", f"1{part * 900}x", f"-{part * 900}"):
+        assert integer_verdict(text, "7y") is None and not is_equivalent(text, "7y")
+        assert extract_answer(f"<answer>{text}\\boxed{{5}}</answer>") in ("5", None)
 
 
 def mutate(rng, text, texts):
