@@ -105,9 +105,9 @@ def end_ranks() -> None:
         dist.destroy_process_group()
 
 
-def print0(ranks: Ranks, *args) -> None:
+def print0(ranks: Ranks, *args, **how) -> None:
     if ranks.first:
-        print(*args, flush=True)
+        print(*args, flush=True, **how)
 
 
 # ---- collectives ----

@@ -185,6 +185,7 @@ class RolloutStats:
     seconds: float = 0.0
     engine_seconds: float = 0.0  # decoding or prefilling
     tool_wait_seconds: float = 0.0  # nothing to decode, all wait for tools or checks
+    queue_seconds: float = 0.0  # unclaimed rollouts x seconds
     idle_end_seconds: float = 0.0  # from this engine's last rollout to the end of the phase
     check_seconds: float = 0.0  # integer answers are decided here, others in the sandbox
     tool_calls: int = 0
@@ -229,8 +230,9 @@ def rollout(
             for problem_index, rollout_index in queue.claim(num_to_start(cfg.policy, view)):
                 loop.start(problems[problem_index], rollout_index)
             remaining = queue.remaining()
-        num_finished = len(loop.finished)
+        num_finished, at = len(loop.finished), time.monotonic()
         loop.advance()
+        loop.stats.queue_seconds += remaining * (time.monotonic() - at)
         if watch:
             for seq_id, run in loop.running.items():
                 watch(run.trajectory, engine.generated(seq_id))

@@ -49,7 +49,7 @@ from kvcache_engine import Engine, blocks_that_fit
 from model import Model, ModelConfig, init_weights, load_model, packed_attention, read_config
 from model import save_model as save_folder
 from parallel import Ranks, gather_over_ranks, print0
-from report import write_report
+from report import pooled_errors, write_report
 from rollout import RolloutConfig, RolloutStats, rollout
 from sandbox import Sandbox, SandboxClient
 from scheduler import Lengths, RolloutQueue, queue_order
@@ -242,11 +242,9 @@ class Job:
                 f.write(json.dumps(row) + "\n")
 
     def checkpoint(self, name: str) -> None:
+        folder, self.state["seconds"] = self.folder / "checkpoints", dict(self.seconds)
         with self.timed("checkpoint"):
-            self.state["seconds"] = dict(self.seconds)
-            parallel.save_checkpoint(
-                self.folder / "checkpoints", name, self.model, self.optimizer, self.state
-            )
+            parallel.save_checkpoint(folder, name, self.model, self.optimizer, self.state)
 
     def hand_over(self) -> None:
         """The trainer's weights to this rank's engine, one tensor at a time."""
@@ -260,12 +258,12 @@ class Job:
             save_folder(tensors, self.shape, self.folder / name)
             self.tok.save(self.folder / name / "tokenizer.json")
 
-
-def cut_metrics(path: Path, rows: int) -> None:
-    """Rows after the checkpoint will be written again."""
-    if path.exists():
-        lines = path.read_text().splitlines(keepends=True)
-        path.write_text("".join(lines[:rows]))
+    def evaluate(self, problems, how: RolloutConfig, key: str, samples: int, seed) -> tuple:
+        """(numbers, this rank's trajectories), by all ranks."""
+        return evaluate(
+            self.engine, self.box, self.tok, problems, how, self.ranks.store, key, samples, seed,
+            self.ranks.world, gather_over_ranks, show=key if self.ranks.first else "",
+        )  # fmt: skip
 
 
 # ---- SFT ----
@@ -514,45 +512,38 @@ def rl_step(job: Job, cfg: Config, stage: int, problems: list[Problem]) -> dict:
 
 def rollout_metrics(summaries: list[Summary], kept: set) -> dict:
     n, correct = len(summaries), [s for s in summaries if grpo_roc.is_correct(s)]
-    mean = lambda name: sum(getattr(s, name) for s in summaries) / n
-    right = [s.num_errors for s in correct], [s.num_calls for s in correct]
+    mean = lambda key, name: {key: sum(getattr(s, name) for s in summaries) / n}
+    share = lambda *reasons: sum(s.stop_reason in reasons for s in summaries) / n
     return {
-        "reward": mean("reward"),
+        **mean("reward", "reward"), **mean("length", "num_tokens"), **mean("turns", "num_turns"),
+        **mean("model_tokens", "num_model_tokens"), **mean("calls", "num_calls"),
+        **mean("penalty", "penalty"),
         "errors_per_call": error_share(summaries),
         "errors_per_call_correct": error_share(correct),
-        "errors_correct": sum(right[0]),
-        "calls_correct": sum(right[1]),
-        "calls": mean("num_calls"),
-        "length": mean("num_tokens"),
-        "model_tokens": mean("num_model_tokens"),
-        "turns": mean("num_turns"),
-        "penalty": mean("penalty"),
-        "over_limit": sum(s.stop_reason in ("length", "wall") for s in summaries) / n,
-        "turn_limit": sum(s.stop_reason == "turns" for s in summaries) / n,
-        "sampled": n,
-        "kept": len(kept),
-    }
+        "errors_correct": sum(s.num_errors for s in correct),
+        "calls_correct": sum(s.num_calls for s in correct),
+        "over_limit": share("length", "wall"), "turn_limit": share("turns"),
+        "sampled": n, "kept": len(kept),
+    }  # fmt: skip
 
 
 def over_ranks(job: Job, trajectories: list[Trajectory], stats, counters: dict) -> dict:
     """What only each rank knows, summed; shares are of all engines' time in the phase."""
-    local = {k: v - counters[k] for k, v in vars(job.engine.counters).items()}
-    local |= vars(stats)
+    local = {k: v - counters[k] for k, v in vars(job.engine.counters).items()} | vars(stats)
     local["entropy"] = sum(sum(t.entropies) for t in trajectories)
     total = parallel.sum_over_ranks(local)
     phase = total["seconds"] + total["idle_end_seconds"]
     tokens, last = max(total["generated"], 1), max(gather_over_ranks(stats.seconds))
+    counted = ("tool_calls", "checks", "checks_failed", "lost_calls", "wall_cut", "steps")
     return {
-        "generated_tokens": tokens,
         "entropy": total["entropy"] / tokens,
-        **{f"{k}_tokens": total[k] for k in ("prefill", "cached", "recomputed")},
+        **{f"{k}_tokens": total[k] for k in ("generated", "prefill", "cached", "recomputed")},
         "busy_share": total["engine_seconds"] / phase,
-        "tool_wait_share": total["tool_wait_seconds"] / phase,
-        "idle_end_share": total["idle_end_seconds"] / phase,
+        **{f"{k}_share": total[f"{k}_seconds"] / phase for k in ("tool_wait", "idle_end")},
+        "queue_length": total["queue_seconds"] / phase,
+        **{k: total[k] for k in counted},
         "last_trajectory_seconds": last,
         "tokens_per_second": tokens / max(last, 1e-9),
-        **{k: total[k] for k in ("tool_calls", "checks", "checks_failed", "lost_calls",
-        "wall_cut")},
     }
 
 
@@ -569,8 +560,7 @@ def write_traces(job: Job, trajectories, problems: list[Problem], name: str) -> 
     if job.ranks.first:
         path = job.folder / "traces"
         path.mkdir(exist_ok=True)
-        lines = [json.dumps(row) + "\n" for row in rows]
-        (path / f".{name}.tmp").write_text("".join(lines))
+        (path / f".{name}.tmp").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (path / f".{name}.tmp").rename(path / f"{name}.jsonl")
 
 
@@ -591,50 +581,33 @@ def step_line(row: dict) -> str:
     )
 
 
-def run_evaluation(job: Job, name: str, stage: int, step: int) -> dict:
-    cfg = job.cfg
+def run_evaluation(job: Job, name: str, stage: int, step: int) -> None:
+    cfg, key = job.cfg, f"evaluation {name}"
     with job.timed("evaluation"):
-        numbers, trajectories = evaluate(
-            job.engine, job.box, job.tok, job.held_out, evaluation_config(cfg), job.ranks.store,
-            f"evaluation {step} {name}", cfg.eval_samples, cfg.seed, job.ranks.world,
-            gather_over_ranks, show=f"evaluation {name}" if job.ranks.first else "",
-        )  # fmt: skip
-    job.log({"phase": "evaluation", "name": name, "stage": stage, "step": step, **numbers})
+        how = evaluation_config(cfg)
+        r, trajectories = job.evaluate(job.held_out, how, key, cfg.eval_samples, cfg.seed)
+    job.log({"phase": "evaluation", "name": name, "stage": stage, "step": step, **r})
     write_traces(job, trajectories, job.held_out[:8], f"evaluation_{step:05d}")
     print0(
         job.ranks,
-        f"evaluation {name}: pass@1 {numbers['pass@1']:.3f} +- {numbers['stderr']:.3f}, errors per"
-        f" call {numbers['errors_per_call']:.3f} ({numbers['samples']} held-out samples,"
-        f" {numbers['seconds']:.0f} s)",
+        f"{key}: pass@1 {r['pass@1']:.3f} +- {r['stderr']:.3f}, errors per call"
+        f" {r['errors_per_call']:.3f} ({r['samples']} held-out samples, {r['seconds']:.0f} s)",
     )
-    return numbers
 
 
 # ---- stages ----
 
 
-def unsolved_problems(job: Job, cfg: Config) -> list[Problem]:
-    """Stage 3 trains on problems that the stage-2 policy does not solve in all of 8 rollouts."""
-    tried = job.problems[: cfg.filter_problems or len(job.problems)]
-    how = replace(rollout_config(cfg), temperature=cfg.temperature)
+def unsolved_problems(job: Job, cfg: Config) -> list[str]:
+    """Ids for stage 3: problems that the stage-2 policy does not solve in all of 8 rollouts."""
+    tried, n = job.problems[: cfg.filter_problems or len(job.problems)], cfg.filter_rollouts
     with job.timed("filter"):
-        _, trajectories = evaluate(
-            job.engine, job.box, job.tok, tried, how, job.ranks.store, "filter",
-            cfg.filter_rollouts, f"filter {cfg.seed}", job.ranks.world, gather_over_ranks,
-            show="filter" if job.ranks.first else "",
-        )  # fmt: skip
-        rewards = [(t.problem.id, t.reward) for t in trajectories]
-        solved = defaultdict(int)
-        for rows in gather_over_ranks(rewards):
-            for problem_id, reward in rows:
-                solved[problem_id] += reward > 0.5
-    left = [p for p in tried if solved[p.id] < cfg.filter_rollouts]
-    print0(
-        job.ranks,
-        f"stage 3 trains on {len(left)} of {len(tried)} problems: those not solved"
-        f" {cfg.filter_rollouts} of {cfg.filter_rollouts}",
-    )
-    return left or tried
+        _, mine = job.evaluate(tried, rollout_config(cfg), "filter", n, f"filter {cfg.seed}")
+        wrong = {t.problem.id for t in mine if not grpo_roc.is_correct(t)}
+        wrong = set().union(*gather_over_ranks(wrong))
+    left = [p.id for p in tried if p.id in wrong]
+    print0(job.ranks, f"{len(left)} of {len(tried)} problems are not solved {n} of {n}")
+    return left or [p.id for p in tried]
 
 
 def run_stages(job: Job) -> None:
@@ -644,7 +617,7 @@ def run_stages(job: Job) -> None:
         problems = job.problems
         if staged.filter_solved:
             if "left" not in state:
-                state["left"] = [p.id for p in unsolved_problems(job, staged)]
+                state["left"] = unsolved_problems(job, staged)
             chosen = set(state["left"])
             problems = [p for p in job.problems if p.id in chosen]
         print0(
@@ -664,6 +637,7 @@ def run_stages(job: Job) -> None:
             for key in ("step", "at", "steps_since_reset"):
                 state[key] += 1
             end_of_step(job, stage, last=state["at"] == staged.steps)
+
 
 def end_of_step(job: Job, stage: int, last: bool) -> None:
     """Evaluation, checkpoint and page, when they are due; `last` of its stage: all three."""
@@ -687,31 +661,21 @@ def rl_optimizer(model, cfg: Config):
 # ---- start and end ----
 
 
-def make_data(cfg: Config, folder: Path, ranks: Ranks):
-    """(tokenizer, problems for RL, held-out problems); made by rank 0, read by the others."""
+def make_data(cfg: Config, ranks: Ranks) -> tuple[list[Problem], list[Problem]]:
+    """(problems for RL, held-out problems): the toy's own, or from files."""
     if cfg.preset == "toy" and not cfg.data:
         problems = toy.toy_problems(2048, cfg.seed, holdout=False)
         held_out = toy.toy_problems(cfg.eval_problems, cfg.seed, holdout=True)
-        shared = {p.question for p in problems} & {p.question for p in held_out}
-        print0(
-            ranks,
-            f"{len(problems)} problems to train on, {len(held_out)} held out by hash,"
-            f" {len(shared)} in both",
-        )
-    else:
-        if not cfg.data or not cfg.eval_data:
-            raise ValueError("--data FILE and --eval-data FILE are needed: problems with answers")
+    elif cfg.data and cfg.eval_data:
         problems, held_out = read_problems(cfg.data), read_problems(cfg.eval_data)
-        known = {" ".join(p.question.split()) for p in held_out}
-        leaked = [p for p in problems if " ".join(p.question.split()) in known]
-        if leaked:
-            raise ValueError(
-                f"{len(leaked)} problems of {cfg.data} are in {cfg.eval_data}, the first is"
-                f" {leaked[0].id}: run data.py filter"
-            )
-    if ranks.first:
-        rows = "".join(json.dumps(asdict(p)) + "\n" for p in held_out)
-        (folder / "evaluation.jsonl").write_text(rows)
+    else:
+        raise ValueError("--data FILE and --eval-data FILE are needed: problems with answers")
+    known = {" ".join(p.question.split()) for p in held_out}
+    both = [p.id for p in problems if " ".join(p.question.split()) in known]
+    print0(ranks, f"{len(problems)} problems to train on, {len(held_out)} held out,"
+                  f" {len(both)} in both")  # fmt: skip
+    if both:
+        raise ValueError(f"{cfg.data} has held-out problems ({both[0]}, ...): run data.py filter")
     return problems, held_out
 
 
@@ -723,7 +687,7 @@ def make_tokenizer(cfg: Config, folder: Path, ranks: Ranks) -> Tokenizer:
     path = folder / "tokenizer.json"
     if ranks.first and not path.exists():
         toy.toy_tokenizer(cfg.seed).save(path)
-    parallel.broadcast_over_ranks(None)  # the file is there
+    parallel.barrier_over_ranks()  # the file is there
     return Tokenizer.from_file(path)
 
 
@@ -747,49 +711,40 @@ def tool_pool(cfg: Config, ranks: Ranks):
     """One sandbox pool a node, started by its first rank, used by all of them."""
     how = {"workers": cfg.workers} if cfg.workers else {}
     pool = Sandbox(**how) if ranks.local_rank == 0 else None
-    with pool or contextlib.nullcontext():
-        mine = (ranks.node, pool.address, pool.secret) if pool else None
-        known = {row[0]: row[1:] for row in gather_over_ranks(mine) if row}
+    mine = (ranks.node, pool.address, pool.secret) if pool else None
+    known = {row[0]: row[1:] for row in gather_over_ranks(mine) if row}
+    with pool or SandboxClient(*known[ranks.node]) as box:
         if pool:
             off = [f"{name} ({why})" for name, (on, why) in pool.layers().items() if not on]
             print0(ranks, "sandbox: layers off:" if off else "sandbox: all layers on", *off)
-            yield pool
-        else:
-            with SandboxClient(*known[ranks.node]) as client:
-                yield client
-        gather_over_ranks(None)  # nobody needs it any more
-
-
-def cache_blocks(cfg: Config, model: Model, ranks: Ranks) -> int:
-    """Blocks of the KV cache: by the flag, or what a trial step leaves of half the GPU's memory
-    (the other half is the trainer's)."""
-    if cfg.cache_tokens:
-        return cfg.cache_tokens // cfg.block_size
-    if ranks.device.type != "cuda":
-        raise ValueError("--cache-tokens is needed on a CPU")
-    return blocks_that_fit(model, 0.5, block_size=cfg.block_size, max_num_seqs=cfg.max_seqs)
+        yield box
+        parallel.barrier_over_ranks()  # nobody needs it any more
 
 
 def start(cfg: Config, given: set[str], ranks: Ranks, box) -> Job:
     """Builds everything and goes to where the newest checkpoint was."""
     folder = Path(cfg.out)
-    problems, held_out = make_data(cfg, folder, ranks)
+    problems, held_out = make_data(cfg, ranks)
+    if ranks.first:
+        rows = "".join(json.dumps(asdict(p)) + "\n" for p in held_out)
+        (folder / "evaluation.jsonl").write_text(rows)
     tok = make_tokenizer(cfg, folder, ranks)
     model, engine_model, shape = make_models(cfg, ranks)
-    engine = Engine(
-        engine_model, num_blocks=cache_blocks(cfg, engine_model, ranks), block_size=cfg.block_size,
-        max_num_seqs=cfg.max_seqs,
-    )  # fmt: skip
+    size = dict(block_size=cfg.block_size, max_num_seqs=cfg.max_seqs)
+    if cfg.cache_tokens:
+        engine = Engine(engine_model, cfg.cache_tokens // cfg.block_size, **size)
+    elif ranks.device.type == "cuda":  # half of the memory is the trainer's
+        engine = Engine(engine_model, blocks_that_fit(engine_model, 0.5, **size), **size)
+    else:
+        raise ValueError("--cache-tokens is needed on a CPU")
     job = Job(cfg, given, ranks, folder, tok, model, shape, engine, box, problems, held_out)
     job.state = dict(
         phase="sft", sft_step=0, stage=0, at=0, step=0, draws=0, steps_since_reset=0, rows=0,
         rewards=[],
     )  # fmt: skip
-    path, damaged = parallel.broadcast_over_ranks(
-        parallel.newest_checkpoint(folder / "checkpoints") if ranks.first else None
-    )
-    for sentence in damaged:
-        print0(ranks, sentence)
+    found = parallel.newest_checkpoint(folder / "checkpoints") if ranks.first else None
+    path, damaged = parallel.broadcast_over_ranks(found)
+    print0(ranks, *damaged, sep="\n", end="\n" if damaged else "")
     in_rl = path is not None and path.name.startswith("1-rl")
     how = SftConfig(**SFT_PRESETS["toy"])
     job.optimizer = rl_optimizer(model, cfg) if in_rl else make_optimizer(model, how)
@@ -797,28 +752,25 @@ def start(cfg: Config, given: set[str], ranks: Ranks, box) -> Job:
         job.state = parallel.load_checkpoint(path, model, job.optimizer)
         job.seconds.update(job.state["seconds"])
         print0(ranks, f"continues from {path}")
-    if ranks.first:
-        cut_metrics(folder / "metrics.jsonl", job.state["rows"])
+    metrics = folder / "metrics.jsonl"
+    if ranks.first and metrics.exists():  # rows after the checkpoint will be written again
+        rows = metrics.read_text().splitlines(keepends=True)
+        metrics.write_text("".join(rows[: job.state["rows"]]))
     return job
 
 
-def run(cfg: Config, given: set[str], ranks: Ranks) -> None:
-    begin = time.monotonic()
-    with tool_pool(cfg, ranks) as box:
-        job = start(cfg, given, ranks, box)
-        if job.state["phase"] == "sft":
-            run_sft(job)
-            job.export("sft")
-            job.optimizer = rl_optimizer(job.model, cfg)
-            job.hand_over()
-            run_evaluation(job, "SFT", 0, 0)
-            job.state["phase"] = "rl"
-            job.checkpoint("1-rl-000000")
+def run(job: Job) -> None:
+    if job.state["phase"] == "sft":
+        run_sft(job)
+        job.export("sft")
+        job.optimizer = rl_optimizer(job.model, job.cfg)
         job.hand_over()
-        run_stages(job)
-        job.export("model")
-    if ranks.first:
-        finish(job, time.monotonic() - begin)
+        run_evaluation(job, "SFT", 0, 0)
+        job.state["phase"] = "rl"
+        job.checkpoint("1-rl-000000")
+    job.hand_over()
+    run_stages(job)
+    job.export("model")
 
 
 def finish(job: Job, seconds: float) -> None:
@@ -828,10 +780,7 @@ def finish(job: Job, seconds: float) -> None:
     print("\n" + table([(r["name"], r) for r in rows if r["phase"] == "evaluation"]))
     rl = [r for r in rows if r["phase"] == "rl"]
     if rl:
-        share = lambda part: sum(r["errors_correct"] for r in part) / max(
-            1, sum(r["calls_correct"] for r in part)
-        )
-        first, last = share(rl[:10]), share(rl[-10:])
+        first, last = pooled_errors(rl[:10]), pooled_errors(rl[-10:])
         print("\nerrors per call in correct training trajectories: first 10 steps"
               f" {first:.3f}, last 10 {last:.3f}")  # fmt: skip
     spent = sorted(job.seconds.items(), key=lambda kv: -kv[1])
@@ -840,6 +789,16 @@ def finish(job: Job, seconds: float) -> None:
     print(f"report: {write_report(job.folder)}")
     if job.cfg.fast:
         print("--fast: far from converged; leave it out for the real thing.")
+
+
+@contextlib.contextmanager
+def said_in_a_sentence():
+    """What a user, a file or a folder can cause, before training begins."""
+    try:
+        yield
+    except (OSError, ValueError) as e:
+        print(f"train.py: {e}", file=sys.stderr, flush=True)
+        sys.exit(2)
 
 
 def dry_run(cfg: Config, given: set[str]) -> None:
@@ -872,25 +831,18 @@ def main() -> None:
         cfg = replace(cfg, out=f"runs/{cfg.preset}{'-fast' if cfg.fast else ''}")
     if cfg.dry_run:
         return dry_run(cfg, given)
-    ranks = parallel.start_ranks(cfg.device or None, cfg.threads)
-    error = None
-    if ranks.first:
-        saved = {f.name: getattr(cfg, f.name) for f in fields(cfg)}
-        saved["evaluation"] = asdict(evaluation_config(cfg))
-        try:
+    ranks, begin = parallel.start_ranks(cfg.device or None, cfg.threads), time.monotonic()
+    with said_in_a_sentence():
+        if ranks.first:
+            saved = asdict(cfg) | {"evaluation": asdict(evaluation_config(cfg))}
             parallel.open_run(Path(cfg.out), saved, cfg.fresh, FREE)
-        except (OSError, ValueError) as e:
-            error = str(e)
-    error = parallel.broadcast_over_ranks(error)
-    try:
-        if error:
-            raise ValueError(error)
-        run(cfg, given, ranks)
-    except (OSError, ValueError) as e:
-        if isinstance(e, (BrokenPipeError, ConnectionError)):
-            raise
-        print0(ranks, f"train.py: {e}")
-        sys.exit(2)
+    parallel.barrier_over_ranks()
+    with tool_pool(cfg, ranks) as box:
+        with said_in_a_sentence():
+            job = start(cfg, given, ranks, box)
+        run(job)
+    if ranks.first:
+        finish(job, time.monotonic() - begin)
     parallel.end_ranks()
 
 
