@@ -4,11 +4,8 @@ Before RL the paper trains on no chain of thought, only on following instruction
 RL finds its own way of reasoning, and responses start short. Its mix: ToolACE 11K, APIGen-MT 5K,
 Glaive v2 101K (function calls), Magicoder 48K (each solution becomes a JSON call), Tulu3 30K and
 Llama-Nemotron 27K (chat; rewritten by another model in the paper, which is not done here). The
-converters bring the shapes in which these come into the one protocol of `tokenizer.render_*`:
-
-    text beside a call          <reason>text</reason> <tool_call>...</tool_call>
-    any other answer            <reason></reason> <answer>text</answer>
-    signatures of other tools   in the system text, inside <tools>
+converters bring their shapes into the one protocol of `tokenizer.render_*`: text beside a call goes
+into <reason>, any other answer into <answer>, signatures of other tools into the system text.
 
 Loss is on what the assistant wrote, in every turn, <|im_end|> included; not on tool responses, nor
 on assistant turns that are examples inside a prompt. It is a sum over tokens / one denominator for
@@ -318,13 +315,13 @@ def read_calls(value) -> list[tuple[str, dict]]:
 def bracket_calls(text: str) -> list[tuple[str, dict]]:
     """'[Get Weather(city="Rome", days=2)]' -> [("Get Weather", {"city": "Rome", "days": 2})]"""
     words = {"true": "True", "false": "False", "null": "None"}
+    text = re.sub(r"(?<=[=:\[, ])(true|false|null)\b", lambda m: words[m[0]], text)
     calls, rest = [], text[1:-1].strip()
     while rest:
         name, _, rest = rest.partition("(")  # names may hold spaces, Python's may not
         for end in (m.end() for m in re.finditer(r"\)", rest)):
-            python = re.sub(r"(?<=[=:\[, ])(true|false|null)\b", lambda m: words[m[0]], rest[:end])
             try:
-                keywords = ast.parse(f"f({python}", mode="eval").body.keywords
+                keywords = ast.parse(f"f({rest[:end]}", mode="eval").body.keywords
                 calls.append((name.strip(), {k.arg: ast.literal_eval(k.value) for k in keywords}))
                 break
             except (SyntaxError, ValueError, AttributeError):
@@ -344,14 +341,14 @@ def read_json(text: str, cause: str):
 
 def signatures_in(text: str) -> list[dict]:
     """Objects with a name, in a list or one after the other, with text around."""
-    values, at = [], 0
+    found, at = [], 0
     while match := re.compile(r"[\[{]").search(text, at):
         try:
             value, at = json.JSONDecoder().raw_decode(text, match.start())
-            values += value if isinstance(value, list) else [value]
         except ValueError:
-            at = match.end()
-    return [v for v in values if isinstance(v, dict) and "name" in v]
+            value, at = [], match.end()
+        found += value if isinstance(value, list) else [value]
+    return [v for v in found if isinstance(v, dict) and "name" in v]
 
 
 def merge_turns(turns: list[Turn]) -> list[Turn]:
@@ -375,17 +372,18 @@ def check_turns(turns: list[Turn]) -> None:
         raise ValueError("no user turn" if turns else "no assistant turn")
     if turns[0].role != "user" or any(t.role == "system" for t in turns):
         raise ValueError("does not start with the user")
-    waiting = responses = 0  # calls of the last assistant turn, and what came back
+    calls = responses = 0  # of the last assistant turn, and what came back
     for turn in turns:
-        if not (turn.text or turn.calls or turn.role == "tool"):
+        if turn.role == "tool":
+            responses += 1
+            if not calls:
+                raise ValueError("tool response without call")
+        elif not (turn.text or turn.calls):
             raise ValueError("empty content")
-        responses = responses + 1 if turn.role == "tool" else responses
-        if turn.role == "tool" and not waiting:
-            raise ValueError("tool response without call")
-        if responses > waiting or (turn.role != "tool" and waiting and not responses):
+        if responses > calls or (turn.role != "tool" and calls and not responses):
             raise ValueError("unbalanced calls")
         if turn.role != "tool":
-            waiting, responses = len(turn.calls), 0
+            calls, responses = len(turn.calls), 0
 
 
 def read_conversations(paths: list[str], tok, max_len: int) -> tuple[list, list]:
