@@ -470,6 +470,8 @@ def filter_command(args) -> None:
         raise ValueError(f"unknown filters {sorted(unknown)}: choose from {', '.join(FILTERS)}")
     if {"matched", "solved"} & set(names) and not args.samples:
         raise ValueError("matched and solved need --samples FILE, which eval.py --out writes")
+    if missing := [path for path in args.files if not Path(path).is_file()]:
+        raise FileNotFoundError(f"{', '.join(missing)} not there: give .jsonl, .json or .parquet")
     if args.out.exists() and not args.fresh:
         raise ValueError(f"{args.out} is there already: move it away, or --fresh")
     known = Known(args.min_right, args.max_digits, args.mask_numbers)
