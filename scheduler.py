@@ -127,7 +127,7 @@ def expected(view: EngineView, risk: float = 1.0, overtime: float = 0.25) -> int
     share = work[0] * view.total / view.num_engines
     mine = sum(length**2 for length in view.ended) + running @ work
     left = running @ work - sum(tokens**2 for _, tokens in view.running)
-    undone = max(share - mine, overtime * share - left) / work[0]
+    undone = max(share - mine, max(overtime, 1 / view.num_engines) * share - left) / work[0]
     return int(max(0, min(fit, math.ceil(undone))))
 
 

@@ -32,6 +32,7 @@ Baselines:
     python benchmarks/simulate.py --html timelines.html  # what each engine did when
     python benchmarks/simulate.py --from-run runs/toy    # lengths, turns, tools of a real run
     python benchmarks/simulate.py --replay steps.jsonl   # recorded steps: simulated against real
+    python benchmarks/simulate.py --record runs/toy --replay steps.jsonl    # record 10 toy steps
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ import copy
 import heapq
 import json
 import sys
+import time
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -79,6 +81,11 @@ class Scenario:
     prompt_tokens: int = 0
     tool_tokens: int = 0  # a response's
     step_cost: tuple = ()  # measured (rows, seconds) instead of weight, row and kv_seconds
+
+    @property
+    def max_cached(self) -> int:
+        """A rollout's budget as a policy sees it: all tokens, ten turns."""
+        return self.max_tokens + self.prompt_tokens + 9 * self.tool_tokens
 
     def base_seconds(self) -> list[float]:
         """Cost of a decode step by its number of rows, before the cache is read."""
@@ -365,7 +372,7 @@ class SimulatedEngine:
         ] + [(r.problem, r.tokens) for _, r in self.waiting]
         return EngineView(
             s.num_engines, s.num_problems * s.group_size, remaining, self.started,
-            s.cache_tokens, s.max_tokens, s.max_seqs, running, self.ended, self.lengths,
+            s.cache_tokens, s.max_cached, s.max_seqs, running, self.ended, self.lengths,
         )  # fmt: skip
 
 
@@ -405,7 +412,7 @@ def simulate(policy: str, scenario: Scenario, rollouts, knowledge=()) -> list[Si
     size, chunk = scenario.group_size, scenario.group_chunk
     order = queue_order(range(len(rollouts)), size, size if policy == "static_groups" else chunk)
     queue = SimulatedQueue(policy, [rollouts[p][r] for p, r in order])
-    learned = Lengths(scenario.max_tokens)
+    learned = Lengths(scenario.max_cached)
     for problem, length in knowledge:
         learned.add(problem, length)
     engines = [
@@ -471,7 +478,11 @@ def measure(engines, rollouts, scenario) -> dict:
 def run(policy: str, scenario: Scenario, seed: int) -> tuple[dict, list[SimulatedEngine]]:
     rollouts = draw_rollouts(scenario, seed)
     earlier = draw_rollouts(scenario, seed + 1_000)
-    knowledge = [(f"earlier {r.problem}", r.length) for group in earlier for r in group]
+    prompt, tool = scenario.prompt_tokens, scenario.tool_tokens
+    knowledge = [
+        (f"earlier {r.problem}", prompt + r.length + tool * len(r.latencies))
+        for group in earlier for r in group
+    ]  # fmt: skip
     engines = simulate(policy, scenario, rollouts, knowledge)
     return measure(engines, rollouts, scenario), engines
 
@@ -482,7 +493,7 @@ def run(policy: str, scenario: Scenario, seed: int) -> tuple[dict, list[Simulate
 def fit_run(folder: str, scenario: Scenario) -> Scenario:
     """The scenario with lengths, turns, tool times (CPU seconds) and texts of the traces of a run
     folder, and with the cost of a step where its metrics.jsonl has engine_step_cost."""
-    paths = sorted(Path(folder).glob("traces/*.jsonl"))
+    paths = [p for p in sorted(Path(folder).glob("traces/*.jsonl")) if "evaluation" not in p.name]
     rows = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
     if not rows:
         raise FileNotFoundError(f"{folder}/traces/*.jsonl holds no trajectories: train first")
@@ -565,6 +576,80 @@ def replay(record: dict) -> tuple[float, float]:
     return kendall_tau(simulated, real), simulated.max() / real.max()
 
 
+def record_steps(run: Path, path: str, steps: int = 10) -> None:
+    """Generates steps of 12 toy problems x 16 on this machine with the run's SFT model, whose
+    rollouts still err and repair, and writes a record of each as a line of path."""
+    import torch
+    import torch.distributed as dist
+
+    import rollout
+    from kvcache_engine import engine_from_folder
+    from sandbox import Sandbox
+    from scheduler import RolloutQueue
+    from tokenizer import Tokenizer
+    from toy import toy_problems
+
+    torch.set_num_threads(1)
+    records, began = {}, 0.0
+
+    class RecordedLoop(rollout.Loop):
+        def start(self, problem, rollout_index):
+            seq_id, now = self.next_id, time.monotonic() - began
+            records[seq_id] = dict(engine=0, started=now, turns=[], tool_seconds=[], tool_tokens=[])
+            super().start(problem, rollout_index)
+            records[seq_id]["prompt_tokens"] = len(self.running[seq_id].trajectory.token_ids)
+
+        def end_of_turn(self, turn):
+            records[turn.seq_id]["turns"].append(len(turn.token_ids))
+            records[turn.seq_id]["asked"] = time.monotonic()
+            super().end_of_turn(turn)
+
+        def respond(self, seq_id):
+            record, waited = records[seq_id], time.monotonic() - records[seq_id]["asked"]
+            trajectory = self.running[seq_id].trajectory
+            length = len(trajectory.token_ids)
+            super().respond(seq_id)
+            if len(trajectory.token_ids) > length:  # else it did not fit, and the rollout ended
+                record["tool_seconds"].append(waited)
+                record["tool_tokens"].append(len(trajectory.token_ids) - length)
+
+        def end(self, seq_id, stop_reason):
+            records[seq_id]["finished"] = time.monotonic() - began
+            super().end(seq_id, stop_reason)
+
+    rollout.Loop = RecordedLoop
+    folder, cfg = rollout.settings_of_run(run)
+    cache, size, costs = 49_152, 16, defaultdict(list)
+    engine = engine_from_folder(run / "sft", cache_tokens=cache, device="cpu")
+    engine_step = engine.step
+
+    def timed_step():
+        before, at = engine.counters.generated, time.monotonic()
+        turns = engine_step()
+        rows = engine.counters.generated - before
+        costs[rows // 8 * 8 + 4 if rows > 8 else rows].append(time.monotonic() - at)
+        return turns
+
+    engine.step = timed_step
+    tok, lengths = Tokenizer.from_file(folder / "tokenizer.json"), Lengths(cfg.max_tokens)
+    problems = toy_problems(12 * steps, seed=7, holdout=False)
+    with Sandbox(workers=2) as box, open(path, "w") as file:
+        for step in range(steps):
+            records.clear()
+            costs.clear()
+            chosen = problems[12 * step : 12 * step + 12]
+            order = queue_order([p.id for p in chosen], size, group_chunk=2)
+            queue = RolloutQueue(dist.HashStore(), str(step), order)
+            began = time.monotonic()
+            rollout.rollout(
+                engine, box, tok, queue, chosen, cfg, seed=0, step=step, lengths=lengths
+            )
+            cost = [[rows, float(np.mean(seconds))] for rows, seconds in sorted(costs.items())]
+            record = dict(cache_tokens=cache, max_tokens=cfg.max_tokens, engine_step_cost=cost)
+            file.write(json.dumps(record | dict(rollouts=list(records.values()))) + "\n")
+            print(f"step {step}: {len(records)} rollouts in {time.monotonic() - began:.1f} s")
+
+
 def kendall_tau(x: np.ndarray, y: np.ndarray) -> float:
     """(pairs in the same order - in the opposite order) / all. [1, 2, 3], [1, 3, 2] -> 1/3"""
     pairs = np.triu_indices(len(x), 1)
@@ -587,7 +672,7 @@ COLUMNS = ("makespan", "ratio", "busy", "recomputed", "p50", "p99")
 
 
 def print_table(scenarios: list[Scenario], seeds: int, policies, html: str | None) -> None:
-    print("makespan in seconds, mean (min to max) over seeds; ratio to the lower bound; share of")
+    print("makespan in seconds, mean min max over seeds; ratio to the lower bound; share of")
     print("engine time decoding or in first prefill; tokens computed again over decoded; latencies")
     timelines = []
     for scenario in scenarios:
@@ -609,10 +694,11 @@ def print_table(scenarios: list[Scenario], seeds: int, policies, html: str | Non
 
 def print_row(policy: str, results: list[dict]) -> None:
     spans = [r["makespan"] for r in results]
-    makespan = f"{np.mean(spans):.0f} ({min(spans):.0f} to {max(spans):.0f})"
+    digits = 0 if max(spans) > 100 else 2
+    makespan = " ".join(f"{f(spans):.{digits}f}" for f in (np.mean, min, max))
     means = [np.mean([r[name] for r in results]) for name in COLUMNS[1:]]
     print(f"{policy:14}{makespan:>22}" + "".join(f"{m:>11.3f}" for m in means[:3]), end="")
-    print("".join(f"{m:>11.0f}" for m in means[3:]), flush=True)
+    print("".join(f"{m:>11.{digits}f}" for m in means[3:]), flush=True)
 
 
 def timeline_page(timelines) -> str:
@@ -663,11 +749,14 @@ def main():
     parser.add_argument("--html", metavar="FILE", help="write the engines' timelines of seed 0")
     parser.add_argument("--from-run", metavar="FOLDER", help="fit the scenario to a run's traces")
     parser.add_argument("--replay", metavar="FILE", help="recorded steps, a JSON object a line")
+    parser.add_argument("--record", metavar="FOLDER", help="a toy run: first record to --replay's")
     numbers = {n: k for n, k in Scenario.__annotations__.items() if k != "tuple"}
     for name, kind in numbers.items():
         flag, default = "--" + name.replace("_", "-"), getattr(Scenario, name)
         parser.add_argument(flag, type=float if kind == "float" else int, default=default)
     args = parser.parse_args()
+    if args.record:
+        record_steps(Path(args.record), args.replay or parser.error("--record needs --replay FILE"))
     if args.replay:
         return replay_file(args.replay)
     scenario = Scenario(**{name: getattr(args, name) for name in numbers})

@@ -50,6 +50,26 @@ def test_expected_without_experience_is_capacity():
     assert num_to_start("expected", view(finished=Lengths(1000))) == 10
 
 
+def test_expected_counts_those_that_still_run():
+    """Ten short ones have finished and ninety still run, longer: most will be long."""
+    finished = Lengths(1000)
+    for _ in range(10):
+        finished.add("a", 50)
+    few = num_to_start("expected", view(finished=finished, running=[("a", 60)] * 90))
+    held, _, _ = finished.tables(np.zeros(65, int))
+    assert few == 0 and held[0, 32] > 0.8 * 500  # S(500) is 0.9, not 0
+
+
+def test_expected_leaves_the_last_rollouts_to_engines_with_less_work():
+    """Share: 400 / 4 rollouts of about 0.13 million squared tokens each. 16 of length 900 that
+    have ended here are a whole share; 100 of length 100 are a small part of one."""
+    numbers = dict(remaining=20, started=100, cache_tokens=10**6, running=[("a", 100)] * 40)
+    assert num_to_start("expected", view(ended=[900] * 16, **numbers)) == 0
+    assert num_to_start("expected", view(ended=[100] * 60, **numbers)) == 5  # ceil(20 / 4)
+    alone = {**numbers, "num_engines": 1}
+    assert num_to_start("expected", view(ended=[900] * 16, **alone)) == 20
+
+
 @pytest.mark.parametrize("policy", ["capacity", "expected"])
 def test_a_claim_is_bounded_by_its_share_and_never_stalls(policy):
     assert num_to_start(policy, view(cache_tokens=10**9, remaining=10)) == 3  # ceil(10 / 4)
