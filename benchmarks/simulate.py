@@ -28,7 +28,7 @@ Baselines:
                     started when they fit to their ends. A reference, not a bound
 
     python benchmarks/simulate.py                        # one row: cache 720,000, budget 8,192
-    python benchmarks/simulate.py --table --seeds 10     # all caches and budgets (half an hour)
+    python benchmarks/simulate.py --table --seeds 10     # all caches and budgets (15 minutes)
     python benchmarks/simulate.py --html timelines.html  # what each engine did when
     python benchmarks/simulate.py --from-run runs/toy    # lengths, turns, tools of a real run
     python benchmarks/simulate.py --replay steps.jsonl   # recorded steps: simulated against real
