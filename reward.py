@@ -3,8 +3,8 @@ r"""Reward: find the final answer in what the model wrote, decide whether it is 
 The paper's reward (section 2.2) is 1 if the final answer is equivalent to the label, else 0.
 `extract_answer` finds it, `integer_verdict` compares two integers by their digits in the trainer,
 `is_equivalent` decides the rest in a sandbox child with a time limit. Model text is never evaluated
-(a model could print its own verdict): a parser reads LaTeX and plain text alike and builds sympy
-nodes; towers of powers, huge factorials and deep nests are refused before they are built.
+(a model could print its own verdict): a parser of LaTeX and plain text builds sympy nodes, and
+refuses towers of powers, huge factorials and deep nests before they are built.
 
     answer  := item (("," | ";" | "or" | "and") item)*             a bare list has no order
     item    := union (("=" | "<" | "≤" | ">" | "≥" | "≠" | "∈") union)*
@@ -18,10 +18,9 @@ nodes; towers of powers, huge factorials and deep nests are refused before they 
 
 A sympy expression or matrix stands for itself; a Node holds what sympy would merge too eagerly.
 What has several readings is multiplied by a *mark*, a symbol: 28% is 28 * "#%". RULES are the
-reasons for which an answer is the label: one has to accept. Values are the same if their difference
-is 0 to 300 digits; with symbols, at points of both signs. Unlike in math-verify, which the release
-asks, decimals are exact. A label that cannot be read is compared as text. Not done: sums,
-integrals, limits, cases.
+reasons for which an answer is the label: one has to accept. Values are equal if they differ by 0 to
+300 digits; with symbols, at points of both signs. Unlike in math-verify, which the release asks,
+decimals are exact. A label that cannot be read (sums, integrals, cases) is compared as text.
 """
 
 from __future__ import annotations
@@ -287,8 +286,7 @@ class Parser:
         base = self.postfix()
         return power(base, self.exponent()) if self.take(r"\^") else base
 
-    def exponent(self):
-        """All digits that follow, as in plain text: x^10 is x^{10}."""
+    def exponent(self):  # all digits that follow, as in plain text: x^10 is x^{10}
         return signed(self.take("[-+]"), self.argument(r"\d+(?:\.\d+)?"))
 
     def postfix(self):
@@ -312,8 +310,8 @@ class Parser:
             return items[0]
         if fences in ("{}", "⦃⦄"):
             return listed("{}", items)
-        tuples = fences == "⟨⟩" or fences == "[]" and len(items) != 2
-        return Node("()" if tuples else fences, tuple(items))
+        fences = "()" if fences == "⟨⟩" or fences == "[]" and len(items) != 2 else fences
+        return Node(fences, tuple(items))
 
     def name(self):
         if words := self.take(WORD):
@@ -344,9 +342,8 @@ class Parser:
     def root(self):
         degree = self.group() if self.sees(r"\[") else sympy.Integer(2)
         value, odd = self.argument(r"\d+"), degree.is_Rational and degree % 2 == 1
-        if odd and value.is_scalar and value.is_negative:  # the real root, not the principal one
-            return -power(-value, inverse(degree))
-        return power(value, inverse(degree))
+        sign = -1 if odd and value.is_scalar and value.is_negative else 1  # the real root of -8
+        return power(value * sign, inverse(degree)) * sign
 
     def function(self, name: str):
         base = self.argument(r"\d+") if name == "log" and self.take("_") else None
@@ -475,13 +472,15 @@ def same_value(a, g) -> bool:
     \ln or \log_{10}. A base may be left out but not added, and 5 cm is not 5 m."""
     if isinstance(a, Node) or isinstance(g, Node):
         return False
+    if a.is_Symbol and g.is_Symbol and g.name in "ABCDE":  # choices
+        return a.name.upper() == g.name
     mine, its = ({s.name for s in x.free_symbols if s.name[0] == "#"} for x in (a, g))
     mine, its = mine - its, its - mine
     units = [{m[6:] for m in marks if m.startswith("#unit")} for marks in (mine, its)]
     if all(units) or any(m[1] == "_" for m in mine):
         return False
-    one, percent, degree = sympy.S.One, sympy.Rational(1, 100), sympy.pi / 180
-    other = {"#%": percent, "#°": degree, "#log": sympy.log(10)}
+    one, percent = sympy.S.One, sympy.Rational(1, 100)
+    other = {"#%": percent, "#°": sympy.pi / 180, "#log": sympy.log(10)}
     letters = {s: one for s in a.free_symbols if UNITS.get(s.name) in units[1]}  # 5 m, 5\text{ m}
     meanings = [[(sympy.Symbol(m), x) for x in {one, other.get(m, one)}] for m in mine | its]
     choices = [dict(choice) for choice in itertools.product(*meanings)]
@@ -575,7 +574,7 @@ def contains(node: Node, x) -> bool:
         return any(same(x, item) for item in items)
     terms = [x if item.is_Symbol else item for item in items]
     if not node.is_Relational:
-        if len(items) != 2:
+        if len(items) != 2 or terms != [*items]:  # an end that is a symbol
             return False
         kind, terms = "<≤"[kind[0] == "["] + "<≤"[kind[1] == "]"], [items[0], x, items[1]]
     return all(map(holds, terms, kind, terms[1:]))
@@ -586,7 +585,6 @@ def holds(a, sign: str, b) -> bool:
 
 
 def real(x):
-    """Its value if that is a real number, else None."""
     value = None if x.is_Matrix or x.free_symbols else numeric(x)
     return value[0] if value and value[1] == 0 else None
 
@@ -606,8 +604,9 @@ def is_equivalent(answer: str, gold: str) -> bool:
     if len(answer) > MAX_LENGTH or len(gold) > MAX_LENGTH:
         return answer == gold
     answer, gold = normalise(answer), normalise(gold)
-    spaces, braces = r"(?<![\d,])\s+|\s+(?!\d)", r"(?<!\\)\{(\w)\}"  # x^{2} is x^2, 1 2 is not 12
-    texts = [re.sub(braces, r"\1", re.sub(spaces, "", text)) for text in (answer, gold)]
+    texts = [re.sub(r"\\text ?\{([^{}]*)\}", r"\1", text) for text in (answer, gold)]
+    ignored = r"(?<![\d,])\s+|\s+(?!\d)|(?<!\\)\{(\w)\}(?!\w)"  # x^{2} is x^2, but 1 2 is not 12
+    texts = [re.sub(ignored, r"\1", text) for text in texts]
     if not all(texts) or texts[0] == texts[1]:
         return all(texts)
     import sympy

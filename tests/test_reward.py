@@ -232,6 +232,8 @@ x = \pm 3 | -3, 3
 4210_{5} | 4210_5
 4210_5 | 4210
 \text{(B)} | B
+\text{(B)} | b
+\text{June 3} | June 3
 \textbf{(B)} | \mathrm{B}
 \text{Evelyn} | evelyn
 \text{no solution} | No solution
@@ -286,6 +288,8 @@ x=1, y=2 | 2, 1
 6-5i | 6+5i
 ab | a+b
 x | X
+\text{B} | (x)
+2^10 | 2^{1}0
 x = 5 | y = 5
 5 | 2x+1=5
 10 | 2x = 10
