@@ -169,7 +169,6 @@ NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3}(?![\d.a-zA-Z]))?"
 WORD = r"\\text ?\{ ?(?!(?:if|when|where|for)\b)[a-zA-Z][^{}]*\}"
 ATOM = r"(?!(?:and|or)\b)[a-zA-Z({⦃⟨]|\\(?!\\|end|text)"
 CLOSING = {"(": r"[)\]]", "[": r"[)\]]", "{": r"\}", "⦃": "⦄", "⟨": "⟩"}
-MAX_LENGTH, MAX_NESTING = 2000, 20
 
 
 class Unreadable(Exception):
@@ -393,7 +392,7 @@ def listed(kind: str, items: list):
 # ---- values: nothing is built that is larger than this ----
 
 MAX_BITS, MAX_EXPONENT, MAX_ARGUMENT, MAX_FACTORIAL = 50_000, 10_000, 10**9, 1000
-NUM_SAMPLES, MAX_DIGITS, MAX_ENDS = 4, 300, 40
+MAX_LENGTH, MAX_NESTING, NUM_SAMPLES, MAX_DIGITS, MAX_ENDS = 2000, 20, 4, 300, 40
 
 
 def signed(sign: str | None, x):
@@ -521,8 +520,8 @@ def proportional(a, b, positive: bool) -> bool:
     pairs = [(x, y) for x, y in pairs if x.is_finite and y.is_finite]
     if not pairs or 0 in pairs[0] or positive and pairs[0][0] * pairs[0][1] < 0:
         return False
-    (a0, b0), tolerance = pairs[0], sympy.Rational(1, 10**40)
-    return all(abs(x * b0 - y * a0) <= tolerance * abs(x * b0) for x, y in pairs)
+    a0, b0 = pairs[0]
+    return all(abs(x * b0 - y * a0) * 10**40 <= abs(x * b0) for x, y in pairs)
 
 
 def ordered(a, g) -> bool:
