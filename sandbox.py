@@ -43,9 +43,11 @@ import isolation
 from isolation import HERE, LINUX, NUM_CORES, end_children, libc, pack, read_message
 
 MAX_MESSAGE, MAX_UNREAD = 64 << 20, 256 << 20  # bytes of a message, of answers nobody reads
+# malloc in huge pages makes forks cheap; it must not give pages back only to clear new ones.
 ENVIRONMENT = """PATH=/usr/local/bin:/usr/bin:/bin LANG=C.UTF-8 PYTHONUTF8=1 PYTHONHASHSEED=0
     OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1
-    PYTHONMALLOC=malloc GLIBC_TUNABLES=glibc.malloc.hugetlb=1"""
+    PYTHONMALLOC=malloc GLIBC_TUNABLES=glibc.malloc.hugetlb=1:\
+glibc.malloc.trim_threshold=0x40000000:glibc.malloc.mmap_threshold=0x2000000"""
 LAYERS = {  # guarantee: what gives it, alternatives in order
     "network": ("seccomp+net", "seccomp"),
     "files": ("landlock+seccomp", "mount"),
@@ -210,7 +212,7 @@ async def run_pool(owner: socket.socket, listener: socket.socket) -> None:
 
 def spawn(script: str, *sockets: socket.socket) -> subprocess.Popen:
     """Starts a process of ours by exec: a fork of one with threads may hang. Its environment is
-    clean, since /proc shows it. malloc with huge pages makes forks cheap."""
+    clean, since /proc shows it."""
     environment = dict(pair.split("=", 1) for pair in ENVIRONMENT.split())
     environment |= {k: v for k, v in os.environ.items() if k == "LD_LIBRARY_PATH"}
     quiet = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)

@@ -37,6 +37,7 @@ def c(name, *args):
 def address(port):
     return (2).to_bytes(2, sys.byteorder) + port.to_bytes(2, 'big') + b'\\x7f\\0\\0\\1' + bytes(8)
 """
+SETTINGS = {"preload": (), "memory": 256 << 20}
 DENIED = "PermissionError"
 GONE = "PermissionError|ProcessLookupError|FileNotFoundError"  # not there, in a namespace
 
@@ -66,8 +67,8 @@ def burn():
 many = [threading.Thread(target=burn) for _ in range(4)]
 for t in many: t.start()
 for t in many: t.join()""", 0.2),
-    Case("memory", "one allocation", "memory", "bytearray(1100 << 20)", 20, 20),
-    Case("memory", "many allocations", "memory", "[bytes(1 << 20) for _ in range(1100)]", 20, 20),
+    Case("memory", "one allocation", "memory", "bytearray(300 << 20)"),
+    Case("memory", "many allocations", "memory", "[bytes(1 << 20) for _ in range(300)]"),
     Case("memory", "mmap", "OSError|memory", "mmap.mmap(-1, 2 << 30)"),
     Case("memory", "memfd", DENIED + "|OSError", "os.memfd_create('x')"),
     Case("memory", "shared memory", DENIED, "c('shmget', 0, 1 << 20, 0o1600)"),
@@ -230,7 +231,7 @@ def control_complaint(bare: Sandbox, case: Case, world: dict) -> str:
 def report(off: tuple[str, ...] = (), expected_off: tuple[str, ...] = ()) -> int:
     """Prints the layers and what became of each case; the number of complaints."""
     num_complaints = 0
-    with outside_world() as world, Sandbox(off=off, preload=()) as box:
+    with outside_world() as world, Sandbox(off=off, **SETTINGS) as box:
         with Sandbox(off=ALL_OFF, preload=(), workers=1) as bare:
             for name, (on, reason) in box.layers().items():
                 print(f"{name:10} {'on ' if on else 'OFF'}  {reason}")

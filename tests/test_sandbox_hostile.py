@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not LINUX, reason="the layers are Linux's")
 @pytest.fixture(scope="module")
 def stage():
     """(pool with its layers, pool without, what there is to attack)"""
-    with hostile.outside_world() as world, Sandbox(preload=()) as box:
+    with hostile.outside_world() as world, Sandbox(**hostile.SETTINGS) as box:
         with Sandbox(preload=(), off=hostile.ALL_OFF, workers=1) as bare:
             yield box, bare, world
 
