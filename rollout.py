@@ -108,38 +108,31 @@ def parse_tool_calls(text: str) -> list[ParsedCall]:
     A `</tool_call>` inside a JSON string does not end the block; a block that is never closed is no
     call. A block whose JSON is broken ends at its first `</tool_call>` and carries the error.
     """
-    calls, at = [], text.find(OPEN)
-    while at >= 0:
-        start = at + len(OPEN)
-        call, end = parse_block(text, start)
-        if end < 0:
+    calls = []
+    while OPEN in text:
+        text = text.partition(OPEN)[2].lstrip()  # cut: an error counts lines from the start
+        try:
+            end = json.JSONDecoder().raw_decode(text)[1]
+        except (ValueError, RecursionError):
+            end = 0
+        close = text.find(CLOSE, end)
+        if close < 0:
             break
-        calls.append(call)
-        at = text.find(OPEN, end)
+        calls.append(parse_call(text[:close].rstrip()))
+        text = text[close + len(CLOSE) :]
     return calls
 
 
-def parse_block(text: str, start: int) -> tuple[ParsedCall | None, int]:
-    """(call, index after its closing tag); index -1: not closed."""
-    body = start + len(text[start:]) - len(text[start:].lstrip())
-    try:
-        end = json.JSONDecoder().raw_decode(text, body)[1]
-    except (ValueError, RecursionError):
-        end = start
-    close = text.find(CLOSE, end)
-    if close < 0:
-        return None, -1
-    raw = text[start:close].strip()
+def parse_call(raw: str) -> ParsedCall:
     try:
         value = json.loads(raw)
         error = check_call(value)
     except (ValueError, RecursionError) as e:  # not JSON, an integer or a nesting beyond Python's
         value, error = None, str(e)
     if not error:
-        return ParsedCall(value["name"], value["arguments"], raw), close + len(CLOSE)
+        return ParsedCall(value["name"], value["arguments"], raw)
     name = value.get("name") if isinstance(value, dict) else None
-    call = ParsedCall(name if isinstance(name, str) else "", {}, raw, error)
-    return call, close + len(CLOSE)
+    return ParsedCall(name if isinstance(name, str) else "", {}, raw, error)
 
 
 def check_call(value) -> str:
@@ -225,6 +218,7 @@ def rollout(
     lengths = lengths or Lengths(cfg.max_tokens)
     begin, remaining, stale = time.monotonic(), queue.remaining(), True
     while remaining or loop.running:
+        num_started = loop.next_id
         if remaining and stale:
             view = engine_view(engine, loop, cfg, lengths, queue, remaining)
             for problem_index, rollout_index in queue.claim(num_to_start(cfg.policy, view)):
@@ -234,11 +228,12 @@ def rollout(
         loop.advance()
         loop.stats.queue_seconds += remaining * (time.monotonic() - at)
         if watch:
-            for seq_id, run in loop.running.items():
-                watch(run.trajectory, engine.generated(seq_id))
+            for seq_id, run in loop.running.items():  # its last turn may be in the trajectory
+                in_turn = not run.waiting and run.check is None
+                watch(run.trajectory, engine.generated(seq_id) if in_turn else [])
         for t in loop.finished[num_finished:]:
             lengths.add(t.problem.id, len(t.token_ids))
-        stale = len(loop.finished) > num_finished or not loop.running
+        stale = len(loop.finished) > num_finished or loop.next_id > num_started or not loop.running
     queue.close()
     loop.stats.seconds = time.monotonic() - begin
     while not queue.finished():  # the other engines: in the store, not in a collective
@@ -251,7 +246,7 @@ def rollout(
 
 def engine_view(engine, loop, cfg, lengths, queue, remaining) -> EngineView:
     """What a scheduler policy may see: engine numbers, tokens so far, lengths of finished ones."""
-    capacity, runs = engine.capacity(), [r.trajectory for r in loop.running.values()]
+    capacity, runs = engine.capacity(), loop.running.items()
     return EngineView(
         num_engines=queue.num_engines,
         total=len(queue.order),
@@ -260,7 +255,10 @@ def engine_view(engine, loop, cfg, lengths, queue, remaining) -> EngineView:
         cache_tokens=capacity.num_blocks * capacity.block_size,
         max_tokens=cfg.max_tokens,
         max_seqs=engine.max_num_seqs,
-        running=[(t.problem.id, len(t.token_ids)) for t in runs],
+        running=[  # those that only wait for their check hold no cache
+            (run.trajectory.problem.id, capacity.tokens[s]) for s, run in runs if run.check is None
+        ],
+        ended=[len(t.token_ids) for t in loop.finished],
         finished=lengths,
     )
 
@@ -317,7 +315,9 @@ class Loop:
                 self.end_of_turn(turn)
         elif self.owner:  # nothing to decode: sleep until an answer comes, or to look at the clock
             at = time.monotonic()
-            select.select([self.box.fileno()], [], [], 0.5)
+            poll = select.poll()  # select.select refuses file numbers from 1024 on
+            poll.register(self.box.fileno(), select.POLLIN)
+            poll.poll(500)  # milliseconds
             self.stats.tool_wait_seconds += time.monotonic() - at
         if self.owner:
             for handle in self.box.ready():
@@ -454,10 +454,12 @@ def noise_key(seed: int, step: int, problem_id: str, rollout_index: int) -> int:
 # ---- talk to a model ----
 
 COLOURS = {"prompt": "2", "forced": "90", "model": "32", "separator": "0", "tool": "36"}
+CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\n"), ord("\t")}, "\ufffd")
 
 
 def live_printer(tok: Tokenizer, colour: bool):
-    """A `watch` that prints each token once, as it comes, in the colour of who wrote it."""
+    """A `watch` that prints each token once, as it comes, in the colour of who wrote it. Escape
+    sequences, which would command the terminal, are shown: a model or its program wrote them."""
     stream, printed, last = tok.stream(), 0, None
 
     def watch(t: Trajectory, generated: list[int]) -> None:
@@ -467,7 +469,7 @@ def live_printer(tok: Tokenizer, colour: bool):
         for token_id, kind in list(zip(t.token_ids + generated, kinds))[printed:]:
             if colour and kind != last:
                 print(f"\033[0;{COLOURS[kind]}m", end="")
-            print(stream.push(token_id), end="", flush=True)
+            print(stream.push(token_id).translate(CONTROLS), end="", flush=True)
             last = kind
         printed = len(kinds)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from data import Problem, Trajectory
 from kvcache_engine import Engine
 from model import Model, ModelConfig, init_weights
-from rollout import RolloutConfig, parse_tool_calls, rollout
+from rollout import RolloutConfig, live_printer, parse_tool_calls, rollout
 from scheduler import RolloutQueue, queue_order
 from tokenizer import Tokenizer, render_conversation
 
@@ -37,14 +37,15 @@ class ScriptedEngine:
 
     def __init__(self, tok, *turns, stop=True):
         self.tok, self.turns, self.live, self.spoken = tok, turns, {}, {}
+        self.sampled = {}  # of the running turn; between two turns, of the last one
         self.extended, self.stop = [], stop
 
     def add(self, seq_id, token_ids, *, max_new_tokens, **how):
-        self.live[seq_id], self.spoken[seq_id] = max_new_tokens, 0
+        self.live[seq_id], self.spoken[seq_id], self.sampled[seq_id] = max_new_tokens, 0, []
 
     def extend(self, seq_id, token_ids, max_new_tokens):
         self.extended.append(list(token_ids))
-        self.live[seq_id] = max_new_tokens
+        self.live[seq_id], self.sampled[seq_id] = max_new_tokens, []
 
     def step(self):
         ended = []
@@ -52,7 +53,7 @@ class ScriptedEngine:
             ids = self.tok.encode(self.turns[self.spoken[seq_id]], special=False)
             ids += [self.tok.im_end]
             reason = "stop" if len(ids) <= room else "length"
-            ids = ids[:room]
+            self.sampled[seq_id] = ids = ids[:room]
             numbers = [-0.5] * len(ids)
             ended.append(SimpleNamespace(seq_id=seq_id, token_ids=ids, logprobs=numbers,
                                          entropies=numbers, stop_reason=reason))  # fmt: skip
@@ -64,13 +65,15 @@ class ScriptedEngine:
         return bool(self.live)
 
     def generated(self, seq_id):
-        return []
+        return self.sampled[seq_id]
 
     def abort(self, seq_id):
         self.live.pop(seq_id, None)
+        self.sampled.pop(seq_id)
 
     def capacity(self):
-        return SimpleNamespace(num_blocks=10**4, block_size=16, free_blocks=10**4)
+        tokens = dict.fromkeys(self.sampled, 0)
+        return SimpleNamespace(num_blocks=10**4, block_size=16, free_blocks=10**4, tokens=tokens)
 
 
 class ScriptedBox:
@@ -107,14 +110,24 @@ class ScriptedBox:
         return self.ours.fileno()
 
 
-def one(tok, engine, box=None, answer="42", count=1, **settings):
+class SlowBox(ScriptedBox):
+    """Answers at every second look."""
+
+    looks = 0
+
+    def ready(self):
+        self.looks += 1
+        return [] if self.looks % 2 else super().ready()
+
+
+def one(tok, engine, box=None, answer="42", count=1, watch=None, **settings):
     cfg = RolloutConfig(
         show_tools=False, system_text="Answer.", user_template="{question}", **settings
     )
     queue = RolloutQueue(dist.HashStore(), "q", queue_order(["p"], count, 4))
     problem = Problem("p", "What is 6 * 7?", answer)
     box = box or ScriptedBox()
-    return rollout(engine, box, tok, queue, [problem], cfg, seed=0, step=0)
+    return rollout(engine, box, tok, queue, [problem], cfg, seed=0, step=0, watch=watch)
 
 
 ANSWER = "It is 42.</reason>\n<answer>\\boxed{42}</answer>"
@@ -243,7 +256,47 @@ def test_what_is_not_an_integer_is_checked_in_the_sandbox(tok):
     assert t.reward == 0.0 and stats.checks_failed == 1
 
 
+def test_on_a_live_view_every_token_comes_once_and_a_check_may_be_under_way(tok, capsys):
+    """While a tool runs the last turn is in the trajectory and still known to the engine; while the
+    answer is checked the engine has forgotten the rollout. Escape sequences do not reach the
+    terminal."""
+    engine = ScriptedEngine(tok, block(), "\033[2J<answer>\\boxed{1/2}</answer>")
+    seen, printer = [], live_printer(tok, colour=False)
+
+    def watch(t, generated):
+        seen.append(t.token_ids + generated)
+        printer(t, generated)
+
+    (t,), _ = one(tok, engine, SlowBox(), "0.5", watch=watch)
+    assert len(seen) == 3 and all(ids == t.token_ids[: len(ids)] for ids in seen)
+    printer(t, [])
+    assert capsys.readouterr().out == tok.decode(t.token_ids).replace("\033", "\ufffd")
+
+
+def test_a_policy_sees_the_turns_under_way_and_what_has_ended(tok, monkeypatch):
+    """Rollouts of one problem, two at a time: tokens of the running turn count, those that wait for
+    a check hold no cache."""
+    views = []
+
+    def policy(name, view):
+        views.append(view)
+        return 2 - len(view.running)
+
+    monkeypatch.setattr("rollout.num_to_start", policy)
+    trajectories, _ = real_run(tok, [Problem("p", "What is 6 * 7?", "1")], 4)
+    lengths = [len(t.token_ids) for t in trajectories]
+    assert [len(v.running) for v in views[:2]] == [0, 2]  # asked again until the answer is 0
+    assert all(n > trajectories[0].num_prompt_tokens + 2 for _, n in views[1].running)
+    assert views[-1].ended and all(n in lengths for n in views[-1].ended)
+
+
 # ---- the call parser ----
+
+
+def test_a_turn_of_nothing_but_blocks_is_parsed_in_seconds():
+    begin = time.monotonic()
+    assert len(parse_tool_calls("<tool_call></tool_call>" * 20_000)) == 20_000
+    assert time.monotonic() - begin < 20
 
 
 def test_closing_tag_inside_a_json_string_does_not_end_the_call():
