@@ -156,7 +156,7 @@ c('process_vm_readv', {victim}, vector, 1, there, 1, 0)"""),
     Case("signals", "limits of another process", GONE, """
 resource.prlimit({victim}, resource.RLIMIT_CORE, (0, 0))"""),
     Case("signals", "priority of another process", GONE, """
-os.setpriority(os.PRIO_PROCESS, {victim}, 1)"""),
+os.setpriority(os.PRIO_PROCESS, {victim}, 19)"""),
     Case("memory", "raise its own limits", "ValueError|PermissionError", """
 resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30)); mmap.mmap(-1, 2 << 30)"""),
     Case("leftovers", "take back the death signal", DENIED, "c('prctl', 1, 0, 0, 0, 0)"),
