@@ -130,7 +130,7 @@ def read_traces(run: Path) -> list[dict]:
     return rows
 
 
-def audit(run: Path, workers: int = 2, seconds: float = 4.0) -> list[str]:
+def audit(run: Path, workers: int = 2) -> list[str]:
     """Every stored call run again by a fresh pool, every stored answer scored again; returns one
     sentence a difference. Calls whose status was `lost` or that never ran are not repeated."""
     from sandbox import Sandbox
@@ -139,6 +139,8 @@ def audit(run: Path, workers: int = 2, seconds: float = 4.0) -> list[str]:
         Trajectory.from_json({k: v for k, v in row.items() if k in Trajectory.__annotations__})
         for row in read_traces(run)
     ]
+    config = run / "config.json"  # calls again have the CPU seconds that they had
+    seconds = json.loads(config.read_text())["tool_seconds"] if config.is_file() else 4.0
     unsure = ("lost", "malformed", "refused")
     calls = [(t, c) for t in trajectories for c in t.tool_calls if c.status not in unsure]
     differences = []

@@ -235,16 +235,15 @@ def save_checkpoint(folder: Path, name: str, model, optimizer, state: dict, keep
         _write_synced(temporary / "manifest.json", json.dumps(manifest, indent=1))
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
-        for old in list_checkpoints(folder)[:-keep]:
+        older = [p for p in list_checkpoints(folder) if p.name <= name]  # damaged ones may be newer
+        for old in older[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
     barrier_over_ranks()
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Finished ones, oldest first (names sort by age)."""
-    if not folder.is_dir():
-        return []
-    return sorted(p for p in folder.iterdir() if (p / "manifest.json").is_file())
+    return sorted(p.parent for p in folder.glob("[!.]*/manifest.json"))
 
 
 def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
@@ -325,7 +324,8 @@ def open_run(folder: Path, config: dict, fresh: bool = False, free: tuple = ()) 
     `free` (number of workers, say) may differ.
     """
     saved = folder / "config.json"
-    if fresh and folder.exists():
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # torchrun --max-restarts
+    if fresh and folder.exists() and not again:
         aside = next(p for i in range(1, 10**6) if not (p := Path(f"{folder}.{i}")).exists())
         folder.rename(aside)
         print(f"{folder} moved aside to {aside}")

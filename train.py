@@ -137,10 +137,17 @@ class Config:
             raise ValueError("rollouts and group_size: at least 2, one alone has no advantage")
         if 2 * self.min_keep > min(self.group_size, self.rollouts):
             raise ValueError("min_keep: twice as many must fit into min(group_size, rollouts)")
-        if self.denominator not in ("batch", "group", "trajectory"):
-            raise ValueError(f"denominator {self.denominator!r}: choose batch, group or trajectory")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"dtype {self.dtype!r}: choose float32 or bfloat16")
+        for name, choices in CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                listed = ", ".join(choices[:-1]) + f" or {choices[-1]}"
+                raise ValueError(f"{name} {value!r}: choose {listed}")
+
+
+CHOICES = dict(
+    dtype=("float32", "bfloat16"), denominator=("batch", "group", "trajectory"),
+    policy=("static", "static_groups", "capacity", "expected"),
+    resample=("roc", "uniform", "none"), select=("weighted", "lowest"),
+)  # fmt: skip
 
 
 # Stages 1-3 of the paper (table 2, section 4.3): precedence is default < preset < stage < flag.
@@ -253,7 +260,8 @@ class Job:
 
     def export(self, name: str) -> None:
         """An HF folder: runs/NAME/sft or runs/NAME/model."""
-        tensors = {k: v.cpu() for k, v in parallel.full_parameters(self.model)}
+        whole = parallel.full_parameters(self.model)  # a collective: all ranks run through it
+        tensors = {k: v.cpu() for k, v in whole if self.ranks.first}
         if self.ranks.first:
             save_folder(tensors, self.shape, self.folder / name)
             self.tok.save(self.folder / name / "tokenizer.json")
@@ -461,6 +469,7 @@ def rl_step(job: Job, cfg: Config, stage: int, problems: list[Problem]) -> dict:
     for _ in range(1 + cfg.refill):
         seed = f"{cfg.seed}/{stage}"
         chosen = problems_of_step(problems, cfg.problems_per_step, seed, state["draws"])
+        chosen = [p for p in chosen if p not in tried]  # another pass over the data may repeat one
         state["draws"] += 1
         with job.timed("rollout"):
             new, more = sample_step(job, cfg, chosen, step)
@@ -469,9 +478,9 @@ def rl_step(job: Job, cfg: Config, stage: int, problems: list[Problem]) -> dict:
         with job.timed("exchange"):
             per_rank = gather_over_ranks([t.summary(job.ranks.rank) for t in new])
         tried, trajectories = tried + chosen, trajectories + new
-        summaries += [s for rows in per_rank for s in rows]
-        for s in summaries[-len(chosen) * cfg.rollouts :]:  # every rank learns the same lengths
-            if s.rank != job.ranks.rank:
+        for s in (s for rows in per_rank for s in rows):
+            summaries.append(s)
+            if s.rank != job.ranks.rank:  # every rank learns the same lengths
                 job.lengths.add(s.problem_id, s.num_tokens)
         stats.add(more)
         job.seconds["tools"] += more.tool_wait_seconds
@@ -701,9 +710,10 @@ def make_models(cfg: Config, ranks: Ranks) -> tuple[Model, Model, ModelConfig]:
         shape = SHAPES[cfg.preset]
         model = Model(shape).to(ranks.device)
         init_weights(model, cfg.seed, **toy.TOY_INIT)
+    model = parallel.shard(model, ranks, dtype)  # first: a whole fp32 32B leaves no room for a copy
     with torch.device(ranks.device):
         engine_model = Model(shape).to(dtype).eval()
-    return parallel.shard(model, ranks, dtype), engine_model, shape
+    return model, engine_model, shape
 
 
 @contextlib.contextmanager
@@ -830,7 +840,8 @@ def main() -> None:
     if not cfg.out:
         cfg = replace(cfg, out=f"runs/{cfg.preset}{'-fast' if cfg.fast else ''}")
     if cfg.dry_run:
-        return dry_run(cfg, given)
+        with said_in_a_sentence():
+            return dry_run(cfg, given)
     ranks, begin = parallel.start_ranks(cfg.device or None, cfg.threads), time.monotonic()
     with said_in_a_sentence():
         if ranks.first:

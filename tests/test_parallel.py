@@ -119,6 +119,26 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_used(tmp_path):
     assert len(newest_checkpoint(tmp_path)[1]) == 1
 
 
+def test_a_newer_damaged_checkpoint_does_not_push_out_a_new_one(tmp_path):
+    """Nor does one that was complete but not yet renamed when the run was killed count."""
+    model, optimizer = make()
+    for name in ("1-000007", "1-000008", "0-000001"):
+        save_checkpoint(tmp_path, name, model, optimizer, {})
+    assert (tmp_path / "0-000001" / "manifest.json").exists()
+    for name in ("0-000001", "1-000007"):
+        (tmp_path / name / "state.json").unlink()
+    (tmp_path / "1-000008").rename(tmp_path / ".1-000008.tmp")
+    path, damaged = newest_checkpoint(tmp_path)
+    assert path is None and len(damaged) == 2
+
+
+def test_fresh_continues_when_torchrun_starts_the_same_command_again(tmp_path, monkeypatch):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    (tmp_path / "config.json").write_text('{"lr": 1}')
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert open_run(tmp_path, {"lr": 1}, fresh=True) is True
+
+
 def test_gradients_are_clipped_to_a_total_norm():
     a, b = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
     a.grad, b.grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])

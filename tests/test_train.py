@@ -177,6 +177,8 @@ def test_errors_are_one_sentence(whole, tmp_path, monkeypatch, capsys):
         (["--preset", "toys"], "unknown preset 'toys': choose one of toy,"),
         (["--rollouts", "many"], "invalid int value"),
         (["--min-keep", "9"], "min_keep"),
+        (["--policy", "x"], "policy 'x': choose static, static_groups, capacity or expected"),
+        (["--dry-run", "--init", str(tmp_path / "missing")], "missing"),
         (["--preset", "qwen3-14b", "--out", str(tmp_path / "x"), "--data", "a", "--eval-data", "b"],
          "a is not there"),
         (["--preset", "qwen3-14b", "--out", str(tmp_path / "x")], "--data FILE"),
