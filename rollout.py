@@ -1,6 +1,6 @@
-"""Rollout: the act of answering one problem in turns, with a tool (section 2.1, figures 2, 3).
+r"""Rollout: the act of answering one problem in turns, with a tool (section 2.1, figures 2, 3).
 
-    prompt  [forced model (separator tool forced model)*]      kinds of segment in a trajectory
+    prompt forced model (separator tool forced model)*          the kinds of segment, in this order
 
     <|im_start|>system ... <|im_end|>\n<|im_start|>user ... <|im_end|>\n      prompt     mask 0
     <|im_start|>assistant\n<reason>                                           forced     mask 0
@@ -13,11 +13,11 @@
 Token in, token out: what the engine sampled and what the tool answered is appended as ids; nothing
 is decoded and encoded again. Text is decoded only to look for calls and for the answer.
 
-After each turn closed <tool_call> blocks are looked for. None: the rollout stops. Else each is
-run in the sandbox, and all responses go back in one user message. It ends too at `max_turns`, when
-`max_tokens` (prompt, tool output and all) is spent, or at a wall-clock limit. One loop drives all
-rollouts of an engine: while some wait for their tools the engine decodes the others, and finished
-ones make room for more from the queue (scheduler.py).
+After a turn its closed <tool_call> blocks run in the sandbox, and all responses go back in one user
+message; without a block the rollout stops. It ends too at `max_turns`, when `max_tokens` (prompt,
+tool output and all) is spent, or at a wall-clock limit. One loop drives all rollouts of an engine:
+while some wait for their tools it decodes the others, and finished ones make room for more from the
+queue (scheduler.py).
 
 What a model does wrong is data, never an exception: a block that is not JSON, an unknown tool, a
 missing argument are `malformed`, calls beyond `max_calls` in a turn are `refused`; the text of the
@@ -42,21 +42,16 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
+import tokenizer
 from data import Problem, ToolCall, Trajectory
-from kvcache_engine import Engine
+from kvcache_engine import Engine, engine_from_folder
 from reward import extract_answer, integer_verdict
+from sandbox import Sandbox
 from scheduler import EngineView, Lengths, RolloutQueue, num_to_start
-from tokenizer import (
-    PYTHON_TOOL,
-    SYSTEM_TEXT,
-    USER_TEMPLATE,
-    Tokenizer,
-    render_forced_prefix,
-    render_prompt,
-    render_separator,
-    render_tool_responses,
-    tool_response_text,
-)
+from tokenizer import PYTHON_TOOL, SYSTEM_TEXT, USER_TEMPLATE, Tokenizer
 
 CHAT_TEMPLATE = "{question}\n\nReason step by step and put the final answer into \\boxed{}."
 
@@ -106,8 +101,7 @@ def parse_tool_calls(text: str) -> list[ParsedCall]:
 
     '<tool_call>{"name": "f", "arguments": {}}</tool_call>' -> one call
     A `</tool_call>` inside a JSON string does not end the block; a block that is never closed is no
-    call. A block whose JSON is broken ends at its first `</tool_call>` and carries the error.
-    """
+    call. A block whose JSON is broken ends at its first `</tool_call>` and carries the error."""
     calls = []
     while OPEN in text:
         text = text.partition(OPEN)[2].lstrip()  # cut: an error counts lines from the start
@@ -149,9 +143,9 @@ def check_call(value) -> str:
         if name not in arguments:
             return f"TypeError: the argument {name!r} is missing"
     for name, argument in arguments.items():
-        kind = parameters["properties"].get(name, {}).get("type")
-        if kind is None:
+        if name not in parameters["properties"]:
             return f"TypeError: there is no argument {name!r}"
+        kind = parameters["properties"][name].get("type")
         if kind == "string" and not isinstance(argument, str):
             return f"TypeError: the argument {name!r} must be a string"
     return ""
@@ -193,38 +187,27 @@ class RolloutStats:
 
 
 def rollout(
-    engine: Engine,
-    box,
-    tok: Tokenizer,
-    queue,
-    problems: list[Problem],
-    cfg: RolloutConfig,
-    *,
-    seed: int,
-    step: int,
-    policy_version: int = 0,
-    lengths: Lengths | None = None,
-    progress: Callable[[Trajectory], None] | None = None,
-    watch: Callable[[Trajectory, list[int]], None] | None = None,
-) -> tuple[list[Trajectory], RolloutStats]:
+    engine: Engine, box, tok: Tokenizer, queue, problems: list[Problem], cfg: RolloutConfig, *,
+    seed: int, step: int, policy_version: int = 0, lengths: Lengths | None = None,
+    progress: Callable | None = None, watch: Callable | None = None,
+) -> tuple[list[Trajectory], RolloutStats]:  # fmt: skip
     """Runs what this engine claims from the queue to the end; trajectories sorted by (problem, i).
 
     queue: RolloutQueue of (problem index, rollout index), shared by all engines
     box: Sandbox or SandboxClient; lengths: of earlier trajectories of this run, grown here;
     progress(trajectory) is called as each ends; watch(trajectory, ids of the turn in progress)
-    after every engine step, to look on live. Returns when all engines are done with the queue.
-    """
+    after every engine step, to look on live. Returns when all engines are done with the queue."""
     loop = Loop(engine, box, tok, cfg, seed, step, policy_version, progress)
     lengths = lengths or Lengths(cfg.max_tokens)
     begin, remaining, stale = time.monotonic(), queue.remaining(), True
     while remaining or loop.running:
-        num_started = loop.next_id
+        num_started, num_finished = loop.next_id, len(loop.finished)
         if remaining and stale:
-            view = engine_view(engine, loop, cfg, lengths, queue, remaining)
+            view = engine_view(loop, lengths, queue, remaining)
             for problem_index, rollout_index in queue.claim(num_to_start(cfg.policy, view)):
                 loop.start(problems[problem_index], rollout_index)
             remaining = queue.remaining()
-        num_finished, at = len(loop.finished), time.monotonic()
+        at = time.monotonic()
         loop.advance()
         loop.stats.queue_seconds += remaining * (time.monotonic() - at)
         if watch:
@@ -240,27 +223,19 @@ def rollout(
         time.sleep(0.005)
     loop.stats.idle_end_seconds = time.monotonic() - begin - loop.stats.seconds
     order = {p.id: i for i, p in enumerate(problems)}
-    loop.finished.sort(key=lambda t: (order[t.problem.id], t.rollout))
-    return loop.finished, loop.stats
+    return sorted(loop.finished, key=lambda t: (order[t.problem.id], t.rollout)), loop.stats
 
 
-def engine_view(engine, loop, cfg, lengths, queue, remaining) -> EngineView:
-    """What a scheduler policy may see: engine numbers, tokens so far, lengths of finished ones."""
-    capacity, runs = engine.capacity(), loop.running.items()
+def engine_view(loop: Loop, lengths: Lengths, queue, remaining: int) -> EngineView:
+    """What a scheduler policy may see. Rollouts that only wait for their check hold no cache."""
+    capacity, runs = loop.engine.capacity(), loop.running.items()
     return EngineView(
-        num_engines=queue.num_engines,
-        total=len(queue.order),
-        remaining=remaining,
-        started=loop.next_id,
+        queue.num_engines, len(queue.order), remaining, started=loop.next_id,
         cache_tokens=capacity.num_blocks * capacity.block_size,
-        max_tokens=cfg.max_tokens,
-        max_seqs=engine.max_num_seqs,
-        running=[  # those that only wait for their check hold no cache
-            (run.trajectory.problem.id, capacity.tokens[s]) for s, run in runs if run.check is None
-        ],
-        ended=[len(t.token_ids) for t in loop.finished],
-        finished=lengths,
-    )
+        max_tokens=loop.cfg.max_tokens, max_seqs=loop.engine.max_num_seqs,
+        running=[(r.trajectory.problem.id, capacity.tokens[s]) for s, r in runs if r.check is None],
+        ended=[len(t.token_ids) for t in loop.finished], finished=lengths,
+    )  # fmt: skip
 
 
 class Loop:
@@ -270,41 +245,32 @@ class Loop:
     def __init__(self, engine, box, tok, cfg, seed, step, policy_version, progress):
         self.engine, self.box, self.tok, self.cfg = engine, box, tok, cfg
         self.seed, self.step, self.policy_version = seed, step, policy_version
-        self.progress = progress
+        self.progress, self.stats, self.next_id = progress, RolloutStats(), 0
         self.running: dict[int, Running] = {}  # by seq_id
         self.owner: dict = {}  # handle -> seq_id
         self.finished: list[Trajectory] = []
-        self.stats = RolloutStats()
-        self.next_id = 0
-        self.forced = render_forced_prefix(tok, "") if cfg.chat else render_forced_prefix(tok)
-        self.separator = render_separator(tok)
-        self.prompts: dict[str, list[int]] = {}
+        self.forced = tokenizer.render_forced_prefix(tok, "" if cfg.chat else "<reason>")
+        self.separator = tokenizer.render_separator(tok)
 
     def start(self, problem: Problem, rollout_index: int) -> None:
         cfg, seq_id = self.cfg, self.next_id
         self.next_id += 1
-        if problem.id not in self.prompts:
-            tools = [signature for signature, _ in TOOLS.values()] if cfg.show_tools else ()
-            question = cfg.user_template.replace("{question}", problem.question)
-            self.prompts[problem.id] = render_prompt(self.tok, question, cfg.system_text, tools)
+        tools = [signature for signature, _ in TOOLS.values()] if cfg.show_tools else ()
+        user = cfg.user_template.replace("{question}", problem.question)
+        prompt = tokenizer.render_prompt(self.tok, user, cfg.system_text, tools)
         t = Trajectory(problem, rollout_index, self.step, policy_version=self.policy_version)
-        t.append(self.prompts[problem.id], "prompt")
+        t.append(prompt, "prompt")
         t.append(self.forced, "forced")
-        t.num_prompt_tokens = len(self.prompts[problem.id])
+        t.num_prompt_tokens = len(prompt)
         self.running[seq_id] = Running(t, time.monotonic())
         room = cfg.max_tokens - len(t.token_ids)
         if room < 1:  # the prompt alone is over the budget: truncated, whatever the model would say
-            self.end(seq_id, "length")
-            return
+            return self.end(seq_id, "length")
+        noise = noise_key(self.seed, self.step, problem.id, rollout_index)
         self.engine.add(
-            seq_id,
-            t.token_ids,
-            max_new_tokens=room,
-            noise_key=noise_key(self.seed, self.step, problem.id, rollout_index),
-            stop_ids=(self.tok.im_end,),
-            temperature=cfg.temperature,
-            top_p=cfg.top_p,
-        )
+            seq_id, t.token_ids, max_new_tokens=room, noise_key=noise, stop_ids=(self.tok.im_end,),
+            temperature=cfg.temperature, top_p=cfg.top_p,
+        )  # fmt: skip
 
     def advance(self) -> None:
         if self.engine.has_runnable():
@@ -325,34 +291,31 @@ class Loop:
         self.cut_overdue()
 
     def end_of_turn(self, turn) -> None:
-        run, cfg = self.running[turn.seq_id], self.cfg
+        run, cfg, seq_id = self.running[turn.seq_id], self.cfg, turn.seq_id
         t = run.trajectory
         t.append(turn.token_ids, "model", turn.logprobs, turn.entropies)
         t.num_turns += 1
         text = self.tok.decode(turn.token_ids)
         t.num_answer_tags += text.count("<answer>")
         if turn.stop_reason == "length":
-            return self.end(turn.seq_id, "length")
+            return self.end(seq_id, "length")
         calls = parse_tool_calls(text)
-        if not calls:
-            return self.end(turn.seq_id, "stopped")
-        if t.num_turns >= cfg.max_turns:
-            return self.end(turn.seq_id, "turns")
-        run.calls = [self.hand_out(turn.seq_id, i, call) for i, call in enumerate(calls)]
+        if not calls or t.num_turns >= cfg.max_turns:
+            return self.end(seq_id, "turns" if calls else "stopped")
+        run.calls = [self.hand_out(seq_id, i, call) for i, call in enumerate(calls)]
         if not run.waiting:
-            self.respond(turn.seq_id)
+            self.respond(seq_id)
 
     def hand_out(self, seq_id: int, index: int, call: ParsedCall) -> ToolCall:
         """Submits a call, or answers it at once if it cannot run."""
         run = self.running[seq_id]
         record = ToolCall(run.trajectory.num_turns - 1, call.name, call.raw, "", "malformed")
+        record.stderr = call.error
         self.stats.tool_calls += 1
         if index >= self.cfg.max_calls:
             record.status = "refused"
             record.stderr = f"RuntimeError: at most {self.cfg.max_calls} tool calls in a turn"
-        elif call.error:
-            record.stderr = call.error
-        else:
+        elif not call.error:
             record.code, record.input = call.arguments["code"], call.arguments.get("input", "")
             record.status = "lost"  # until the sandbox has answered
             handle = TOOLS[call.name][1](self.box, call.arguments, self.cfg.tool_seconds)
@@ -380,11 +343,11 @@ class Loop:
     def respond(self, seq_id: int) -> None:
         """All calls of the turn are answered: append the responses, go on with the next turn."""
         run, cfg = self.running[seq_id], self.cfg
-        t = run.trajectory
-        t.tool_calls += run.calls
-        texts = [tool_response_text(c, cfg.traceback_lines, cfg.max_tool_chars) for c in run.calls]
-        response = render_tool_responses(self.tok, texts)
-        run.calls = []
+        calls, run.calls, t = run.calls, [], run.trajectory
+        t.tool_calls += calls
+        limits = cfg.traceback_lines, cfg.max_tool_chars
+        texts = [tokenizer.tool_response_text(call, *limits) for call in calls]
+        response = tokenizer.render_tool_responses(self.tok, texts)
         new_ids = self.separator + response + self.forced
         room = cfg.max_tokens - len(t.token_ids) - len(new_ids)
         if room < 1:  # a response that does not fit is not appended
@@ -399,7 +362,7 @@ class Loop:
         run, cfg = self.running[seq_id], self.cfg
         t = run.trajectory
         t.stop_reason = stop_reason
-        if t.num_turns or stop_reason == "wall":
+        if t.num_turns or stop_reason == "wall":  # else the engine has not seen it
             self.engine.abort(seq_id)
         wrote = [self.tok.decode(t.token_ids[a:b]) for a, b, kind in t.segments if kind == "model"]
         text = "\n".join(wrote)
@@ -412,9 +375,8 @@ class Loop:
         self.stats.checks += 1
         if verdict is not None:
             return self.score(seq_id, verdict)
-        handle = self.box.submit_check(t.answer, t.problem.answer, seconds=cfg.check_seconds)
-        run.check = handle
-        self.owner[handle] = seq_id
+        run.check = self.box.submit_check(t.answer, t.problem.answer, seconds=cfg.check_seconds)
+        self.owner[run.check] = seq_id
 
     def score(self, seq_id: int, correct: bool) -> None:
         t = self.running.pop(seq_id).trajectory
@@ -426,23 +388,21 @@ class Loop:
     def cut_overdue(self) -> None:
         """The clock of the wall limit, for rollouts and for the tools they wait for."""
         limit = time.monotonic() - self.cfg.wall_seconds
-        for seq_id in [s for s, r in self.running.items() if r.started < limit]:
-            run = self.running[seq_id]
+        for seq_id, run in [(s, r) for s, r in self.running.items() if r.started < limit]:
             self.stats.wall_cut += 1
             if run.check is not None:  # the rollout has ended, its check has not: counts as wrong
                 self.stats.checks_failed += 1
                 self.score(seq_id, False)
-                continue
-            run.trajectory.tool_calls += run.calls  # without an answer: status lost
-            self.end(seq_id, "wall")
+            else:
+                run.trajectory.tool_calls += run.calls  # without an answer: status lost
+                self.end(seq_id, "wall")
 
 
 def model_config(chat: bool, **given) -> RolloutConfig:
     """The paper's evaluation settings (section 5.1), for a folder that is not a run of ours."""
     form = dict(chat=True, system_text="", user_template=CHAT_TEMPLATE) if chat else {}
-    given = {k: v for k, v in given.items() if v is not None}
-    paper = dict(max_turns=30, max_tokens=30720, temperature=0.6)
-    return RolloutConfig(**{**paper, **form, **given})
+    settings = dict(max_turns=30, max_tokens=30720, temperature=0.6) | form
+    return RolloutConfig(**settings | {k: v for k, v in given.items() if v is not None})
 
 
 def noise_key(seed: int, step: int, problem_id: str, rollout_index: int) -> int:
@@ -483,8 +443,7 @@ def settings_of_run(run: Path) -> tuple[Path, RolloutConfig]:
         raise FileNotFoundError(f"{run} holds no config.json: it is not a run folder of train.py")
     for name in ("model", "sft"):
         if (run / name / "config.json").is_file():
-            saved = json.loads(config.read_text())["evaluation"]
-            return run / name, RolloutConfig(**saved)
+            return run / name, RolloutConfig(**json.loads(config.read_text())["evaluation"])
     raise FileNotFoundError(f"{run} has no trained model yet: let train.py reach the end of SFT")
 
 
@@ -503,12 +462,6 @@ def main() -> None:
     parser.add_argument("--device", default=None, help="cpu or cuda; default: what is there")
     args = parser.parse_args()
 
-    import torch
-    import torch.distributed as dist
-
-    from kvcache_engine import engine_from_folder
-    from sandbox import Sandbox
-
     torch.set_num_threads(1)
     try:
         given = {"temperature": args.temperature, "max_tokens": args.max_tokens}
@@ -520,14 +473,11 @@ def main() -> None:
     except (OSError, ValueError) as e:
         sys.exit(f"rollout.py: {e}")
     colour = sys.stdout.isatty() if args.colour is None else args.colour
-    problem = Problem("asked", args.problem, args.answer, "command line")
-    watch = live_printer(tok, colour)
+    problem, watch = Problem("asked", args.problem, args.answer), live_printer(tok, colour)
     queue = RolloutQueue(dist.HashStore(), "rollout", [(0, 0)])
     with Sandbox(workers=1) as box:
-        (t,), _ = rollout(
-            engine, box, tok, queue, [problem], cfg,
-            seed=args.seed, step=0, watch=watch,
-        )  # fmt: skip
+        how = dict(seed=args.seed, step=0, watch=watch)
+        (t,), _ = rollout(engine, box, tok, queue, [problem], cfg, **how)
     watch(t, [])
     calls = ", ".join(f"{c.status} ({c.seconds:.2f} s)" for c in t.tool_calls) or "none"
     print("\033[0m\n" if colour else "\n")
