@@ -349,8 +349,8 @@ def test_grpo_roc_needs_no_triton_and_no_engine():
 
 
 LAYERS = [
-    "data tokenizer sandbox reward kernels report",
-    "model toy grpo_roc scheduler",
+    "data tokenizer isolation reward kernels report",
+    "sandbox model toy grpo_roc scheduler",
     "kvcache_engine parallel",
     "rollout",
     "eval sft",
