@@ -234,7 +234,7 @@ def loss_weights(groups: list[Group], denominator: str = "batch") -> list[list[f
     if denominator == "group":
         return [[1 / (len(groups) * sum(row)) for _ in row] for row in lengths]
     if denominator == "trajectory":
-        return [[1 / (len(groups) * len(row) * n) for n in row] for row in lengths]
+        return [[1 / (len(groups) * len(row) * max(n, 1)) for n in row] for row in lengths]
     raise ValueError(f"denominator is batch, group or trajectory, got {denominator!r}")
 
 

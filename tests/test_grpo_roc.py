@@ -244,6 +244,13 @@ def test_tool_tokens_are_not_in_the_denominator():
     assert loss_weights([Group(PROBLEM, [t])], "batch") == [[0.1]]
 
 
+@pytest.mark.parametrize("denominator", ["batch", "group", "trajectory"])
+def test_a_trajectory_cut_before_its_first_turn_ended_divides_by_nothing(denominator):
+    """The wall clock may leave a trajectory of the prompt alone: |o| = 0."""
+    group = Group(PROBLEM, [trajectory(0, tokens=0), trajectory(1, tokens=4)])
+    assert loss_weights([group], denominator)[0][1] == (0.125 if denominator[0] == "t" else 0.25)
+
+
 def test_unknown_denominator_is_refused():
     with pytest.raises(ValueError, match="denominator"):
         loss_weights(two_groups(), "tokens")
