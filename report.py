@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 
@@ -35,14 +37,19 @@ CURVES = (
     ("Tokens a second", "tokens_per_second", None, "sampled, all engines"),
 )  # fmt: skip
 
+COLUMNS = {  # of the table of evaluations: heading -> cell
+    "after": "{name}", "pass@1": "{pass@1:.3f} &plusmn; {stderr:.3f}",
+    "errors/call": "{errors_per_call:.3f}", "of correct": "{errors_per_call_correct:.3f}",
+    "tokens": "{length:.1f}", "turns": "{turns:.2f}", "over limit": "{over_limit:.3f}",
+}  # fmt: skip
+
 STYLE = """
 :root{--bg:#fbfaf7;--ink:#22252b;--soft:#6d7280;--line:#e3e0d8;--card:#fff;--model:#14532d;
 --modelbg:#e4f5e6;--tool:#164e63;--toolbg:#e0f2f7;--prompt:#6b7280;--bad:#b42318;--good:#15803d;
 --accent:#b45309;--curve:#2563eb}
 @media(prefers-color-scheme:dark){:root{--bg:#15171b;--ink:#e6e6e3;--soft:#9aa0ab;--line:#2c2f36;
 --card:#1c1f25;--model:#b7f0c0;--modelbg:#15301d;--tool:#a5e3f3;--toolbg:#10303a;--prompt:#8b919c;
---bad:#f97066;--good:#4ade80;--accent:#f5a524;--curve:#7aa7ff}}
-*{box-sizing:border-box}
+--bad:#f97066;--good:#4ade80;--accent:#f5a524;--curve:#7aa7ff}}*{box-sizing:border-box}
 body{margin:0 auto;max-width:1180px;padding:28px 20px 60px;background:var(--bg);color:var(--ink);
 font:15px/1.5 system-ui,sans-serif}
 h1{font-size:26px;margin:0}h2{font-size:18px;margin:34px 0 10px}p{margin:4px 0}
@@ -73,10 +80,8 @@ def read_rows(path: Path) -> list[dict]:
     """Rows of a JSONL file; a last line that is still being written is left out."""
     rows = []
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
-        try:
+        with suppress(ValueError):
             rows.append(json.loads(line))
-        except ValueError:
-            continue
     return rows
 
 
@@ -91,13 +96,10 @@ def write_report(run_folder) -> Path:
     evaluations = [r for r in rows if r["phase"] == "evaluation"]
     for row in rl:
         row["signal"] = row["groups_kept"] / max(row["groups"], 1)
-    sections = [
-        header(run, config, rl, evaluations),
-        evaluation_table(evaluations),
-        seconds_bar(rows),
-        curves(rl, evaluations, [r for r in rows if r["phase"] == "sft"]),
-        traces(run),
-    ]
+    sections = (
+        header(run, config, rl, evaluations), evaluation_table(evaluations), seconds_bar(rows),
+        curves(rl, evaluations, [r for r in rows if r["phase"] == "sft"]), traces(run),
+    )  # fmt: skip
     page = (
         "<!doctype html><meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
         f"<title>{escape(run.name)}</title><style>{STYLE}</style>" + "\n".join(sections)
@@ -125,9 +127,8 @@ def header(run: Path, config: dict, rl: list[dict], evaluations: list[dict]) -> 
         lost = sum(r["lost_calls"] + r["checks_failed"] + r["wall_cut"] for r in rl)
         tiles.append((f"{lost:,.0f}", "lost calls, failed checks, rollouts cut by the clock"))
     tile = "<div class=tile><b>{}</b><span class=soft>{}</span></div>"
-    cells = "".join(tile.format(*t) for t in tiles)
     top = f"<h1>{escape(run.name)}</h1><p class=soft>{escape(what)}</p>"
-    return f"{top}<div class=tiles>{cells}</div>"
+    return f"{top}<div class=tiles>{''.join(tile.format(*t) for t in tiles)}</div>"
 
 
 def pooled_errors(rows: list[dict]) -> float:
@@ -138,28 +139,20 @@ def pooled_errors(rows: list[dict]) -> float:
 def evaluation_table(evaluations: list[dict]) -> str:
     if not evaluations:
         return ""
-    head = ("after", "pass@1", "errors/call", "of correct", "tokens", "turns", "over limit")
-    body = ""
-    for r in evaluations:
-        cells = (
-            escape(r["name"]), f"{r['pass@1']:.3f} &plusmn; {r['stderr']:.3f}",
-            f"{r['errors_per_call']:.3f}", f"{r['errors_per_call_correct']:.3f}",
-            f"{r['length']:.1f}", f"{r['turns']:.2f}", f"{r['over_limit']:.3f}",
-        )  # fmt: skip
-        body += "<tr>" + "".join(f"<td>{c}</td>" for c in cells) + "</tr>"
-    heads = "".join(f"<th>{h}</th>" for h in head)
-    samples = evaluations[-1]["samples"]
-    return f"<h2>Held out ({samples} samples)</h2><table><tr>{heads}</tr>{body}</table>"
+    row = lambda tag, cells: "<tr>" + "".join(f"<{tag}>{c}</{tag}>" for c in cells) + "</tr>"
+    safe = [r | {"name": escape(r["name"])} for r in evaluations]
+    table = row("th", COLUMNS)
+    table += "".join(row("td", [cell.format_map(r) for cell in COLUMNS.values()]) for r in safe)
+    return f"<h2>Held out ({evaluations[-1]['samples']} samples)</h2><table>{table}</table>"
 
 
 def seconds_bar(rows: list[dict]) -> str:
     """Where the time of the RL steps went, phases that overlap counted once."""
-    spent = {}
+    spent = Counter()
     for row in rows:
         if row["phase"] == "rl":
-            for name, seconds in row["seconds"].items():
-                if name not in ("tools", "checks"):  # they are inside rollout
-                    spent[name] = spent.get(name, 0) + seconds
+            spent.update(row["seconds"])
+    del spent["tools"], spent["checks"]  # they are inside rollout
     total = spent.pop("step", 0)
     if not total:
         return ""
@@ -205,17 +198,16 @@ def chart(title: str, note: str, line: list, dots: list, borders: list) -> str:
     x1, y1 = max(x1, x0 + 1), y1 if y1 > y0 else y0 + 1
     px = lambda x: left + (x - x0) / (x1 - x0) * (width - left - 8)
     py = lambda y: height - bottom - (y - y0) / (y1 - y0) * (height - top - bottom)
-    parts = []
-    for y in (y0, (y0 + y1) / 2, y1):
-        parts.append(
-            f"<line x1={left} x2={width} y1={py(y):.1f} y2={py(y):.1f} stroke='var(--line)'/>"
-            f"<text x={left - 4} y={py(y) + 3:.1f} text-anchor=end>{short(y)}</text>"
-        )
-    for x in borders:
-        parts.append(
-            f"<line x1={px(x):.1f} x2={px(x):.1f} y1={top} y2={height - bottom}"
-            " stroke='var(--soft)' stroke-dasharray='3 3'/>"
-        )
+    parts = [
+        f"<line x1={left} x2={width} y1={py(y):.1f} y2={py(y):.1f} stroke='var(--line)'/>"
+        f"<text x={left - 4} y={py(y) + 3:.1f} text-anchor=end>{short(y)}</text>"
+        for y in (y0, (y0 + y1) / 2, y1)
+    ]
+    parts += [
+        f"<line x1={px(x):.1f} x2={px(x):.1f} y1={top} y2={height - bottom}"
+        " stroke='var(--soft)' stroke-dasharray='3 3'/>"
+        for x in borders
+    ]
     path = " ".join(f"{px(x):.1f},{py(y):.1f}" for x, y in line)
     parts.append(f"<polyline points='{path}' fill=none stroke='var(--curve)' stroke-width=1.6 />")
     for points, radius, colour in ((line, 1.4, "--curve"), (dots, 3.4, "--accent")):
@@ -224,9 +216,9 @@ def chart(title: str, note: str, line: list, dots: list, borders: list) -> str:
             f"<title>step {x}: {y:.4g}</title></circle>"
             for x, y in points
         ]
-    ends = f"<text x={left} y={height - 3}>{x0}</text>"
-    ends += f"<text x={width} y={height - 3} text-anchor=end>{x1}</text>"
-    svg = f"<svg viewBox='0 0 {width} {height}'>{''.join(parts)}{ends}</svg>"
+    parts.append(f"<text x={left} y={height - 3}>{x0}</text>")
+    parts.append(f"<text x={width} y={height - 3} text-anchor=end>{x1}</text>")
+    svg = f"<svg viewBox='0 0 {width} {height}'>{''.join(parts)}</svg>"
     return f"<div class=chart><b>{title}</b><div class=soft>{note}</div>{svg}</div>"
 
 
@@ -255,27 +247,25 @@ def traces(run: Path, most_files: int = 6) -> str:
     )
     parts = [f"<h2>Trajectories</h2>{legend}"]
     for file in files:
-        rows, seen = read_rows(file), None
         parts.append(f"<h3>{escape(file.stem.replace('_', ' '))}</h3>")
-        for row in rows:
-            if row["problem"]["id"] != seen:
-                seen = row["problem"]["id"]
-                p = row["problem"]
+        is_step, seen = file.stem.startswith("step"), None
+        for i, row in enumerate(read_rows(file)):
+            if (p := row["problem"])["id"] != seen:
+                seen = p["id"]
                 parts.append(f"<p><b>{escape(p['question'])}</b> ({escape(p['answer'])})</p>")
-            is_step = file.stem.startswith("step")
-            parts.append(trajectory(row, show_kept=is_step, opened=row is rows[0]))
+            parts.append(trajectory(row, show_kept=is_step, opened=i == 0))
     return "\n".join(parts)
 
 
 def trajectory(row: dict, show_kept: bool, opened: bool) -> str:
-    verdict = "<span class='tag right'>right</span>" if row["reward"] > 0.5 else ""
-    verdict = verdict or "<span class='tag wrong'>wrong</span>"
+    tag = lambda kind, text: f"<span class='tag {kind}'>{text}</span>"
+    verdict = tag("right", "right") if row["reward"] > 0.5 else tag("wrong", "wrong")
     calls = "".join(
-        f"<span class='tag {'right' if c['status'] in ('ok', 'empty') else 'wrong'}'>call: "
-        f"{escape(c['status'])}, {c['seconds']:.2f} s</span>"
+        tag("right" if c["status"] in ("ok", "empty") else "wrong",
+            f"call: {escape(c['status'])}, {c['seconds']:.2f} s")
         for c in row["tool_calls"]
-    )
-    kept = "<span class='tag kept'>kept</span>" if show_kept and row["kept"] else ""
+    )  # fmt: skip
+    kept = tag("kept", "kept") if show_kept and row["kept"] else ""
     penalty = f"<span class=soft>penalty {row['penalty']:.2f}</span>" if show_kept else ""
     head = (
         f"#{row['rollout']} {verdict}{kept}{calls}{penalty} <span class=soft>"
@@ -286,8 +276,7 @@ def trajectory(row: dict, show_kept: bool, opened: bool) -> str:
         f"<span class={kind}>{escape(text)}</span>"
         for (_, _, kind), text in zip(row["segments"], row["texts"])
     )
-    state = " open" if opened else ""
-    return f"<details{state}><summary>{head}</summary><pre>{spans}</pre></details>"
+    return f"<details{' open' * opened}><summary>{head}</summary><pre>{spans}</pre></details>"
 
 
 def main() -> None:
