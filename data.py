@@ -5,12 +5,12 @@
     Group        the N trajectories of one problem in one step; resampling maps Group to Group
     Batch        kept trajectories packed into flat tensors, the only form that the trainer sees
 
-Facts are recorded when they happen; no field is later overwritten by a derived value. Tokens are
-the truth: text is decoded from them to be read, never encoded again.
+Facts are recorded when they happen and never overwritten by derived values. Tokens are the truth:
+text is decoded from them to be read, never encoded again.
 
-RL data (section 4.2) come from three sources: 17K of DAPO, 93K of OpenMathReasoning, 937 of Project
-Euler, 42K after filters that the paper names without code. RECIPE says which filter it applies to
-which source; near duplicates and leaked answers are ours. One source at a time, then all together:
+RL data (section 4.2): 17K problems of DAPO, 93K of OpenMathReasoning, 937 of Project Euler; 42K
+after filters that the paper names without code. RECIPE says which filter meets which source; near
+duplicates and leaked answers are ours. One source at a time, then all together:
 
     python data.py filter --recipe openmath --samples samples.jsonl --eval aime.jsonl math.jsonl \\
         --out openmath.rl.jsonl OpenMathReasoning.jsonl
@@ -40,7 +40,6 @@ from tqdm import tqdm
 # Statuses that count as errors in Eq. 4; `lost` is our own fault and in neither number.
 TOOL_ERRORS = ("error", "timeout", "memory", "output", "malformed", "refused")
 SEGMENT_KINDS = ("prompt", "forced", "model", "separator", "tool")
-STOP_REASONS = ("stopped", "length", "turns", "wall")
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class Trajectory:
     tool_calls: list[ToolCall] = field(default_factory=list)
     num_answer_tags: int = 0  # <answer> tags that the model wrote
     answer: str | None = None
-    stop_reason: str = ""
+    stop_reason: str = ""  # stopped, length, turns or wall
     reward: float = 0.0
     penalty: float = 0.0
     kept: bool = False
@@ -121,31 +120,22 @@ class Trajectory:
 
     @staticmethod
     def from_json(row: dict) -> Trajectory:
-        row = dict(row)
-        row["problem"] = Problem(**row["problem"])
-        row["tool_calls"] = [ToolCall(**c) for c in row["tool_calls"]]
-        row["segments"] = [tuple(s) for s in row["segments"]]
+        problem, segments = Problem(**row["problem"]), [tuple(s) for s in row["segments"]]
+        calls = [ToolCall(**c) for c in row["tool_calls"]]
+        row = row | dict(problem=problem, segments=segments, tool_calls=calls)
         trajectory = Trajectory(**row)
         trajectory.check()
         return trajectory
 
-
     def summary(self, rank: int = 0) -> Summary:
         return Summary(
-            problem_id=self.problem.id,
-            rollout=self.rollout,
-            rank=rank,
-            reward=self.reward,
-            penalty=self.penalty,
-            stop_reason=self.stop_reason,
-            num_tokens=len(self.token_ids),
-            num_model_tokens=self.num_model_tokens,
+            problem_id=self.problem.id, rollout=self.rollout, rank=rank, reward=self.reward,
+            penalty=self.penalty, stop_reason=self.stop_reason, num_tokens=len(self.token_ids),
+            num_model_tokens=self.num_model_tokens, num_turns=self.num_turns, answer=self.answer,
             num_calls=sum(c.status != "lost" for c in self.tool_calls),
             num_errors=sum(c.failed for c in self.tool_calls),
-            num_turns=self.num_turns,
-            answer=self.answer,
             tokens_sha=sha256(repr(self.token_ids).encode()).hexdigest(),
-        )
+        )  # fmt: skip
 
 
 @dataclass
@@ -176,11 +166,9 @@ class Group:
 
 @dataclass
 class Batch:
-    """Packed trajectories (or SFT documents). All (T,) but cu_seqlens (S + 1,).
-
-    token_weights = loss_mask / denominator, made once per optimiser step over all ranks, so that
-    -(objective * token_weights).sum() is right for any number of ranks and micro-batches.
-    """
+    """Packed trajectories (or SFT documents). All (T,) but cu_seqlens (S + 1,). token_weights is
+    loss_mask / denominator, made once per optimiser step over all ranks, so that
+    -(objective * token_weights).sum() is right for any number of ranks and micro-batches."""
 
     token_ids: Tensor  # int64
     positions: Tensor  # int64, restart at 0 in every segment
@@ -203,20 +191,18 @@ class Batch:
 
 def pack(documents, weights=1.0, advantages=0.0, device="cpu") -> Batch:
     """Trajectories or (token_ids, loss_mask) pairs, end to end in one Batch, without padding.
-
     weights, advantages: one number a document, or one for all. A token's weight is that of its
     document where it has loss: 1 / denominator for SFT, grpo_roc.loss_weights for RL.
 
     >>> pack([([5, 6, 7], [0, 1, 1]), ([8, 9], [0, 1])], weights=0.5).token_weights.tolist()
     [0.0, 0.5, 0.5, 0.0, 0.5]
     """
-    columns = lambda d: (d.token_ids, d.loss_mask, d.logprobs)
-    pair = lambda ids, mask: (ids, mask, [0.0] * len(ids))
-    rows = [columns(d) if isinstance(d, Trajectory) else pair(*d) for d in documents]
-    ids, masks, engine = zip(*rows)
+    rl = lambda d: (d.token_ids, d.loss_mask, d.logprobs)
+    sft = lambda ids, mask: (ids, mask, [0.0] * len(ids))
+    ids, masks, engine = zip(*(rl(d) if isinstance(d, Trajectory) else sft(*d) for d in documents))
     lengths = torch.tensor([len(x) for x in ids])
     flat = lambda rows, dtype: torch.tensor([x for row in rows for x in row], dtype=dtype)
-    each = lambda values: torch.as_tensor(values, dtype=torch.float32).expand(len(rows))
+    each = lambda values: torch.as_tensor(values, dtype=torch.float32).expand(len(ids))
     spread = lambda values: each(values).repeat_interleave(lengths)  # (S,) or a number -> (T,)
     loss_mask = flat(masks, torch.float32)
     batch = Batch(
@@ -233,10 +219,8 @@ def pack(documents, weights=1.0, advantages=0.0, device="cpu") -> Batch:
 
 def micro_batches(lengths: list[int], world: int, max_tokens: int) -> list[list[list[int]]]:
     """Deals documents to ranks, cuts each share into micro-batches: [rank][micro] -> indices.
-
     Longest first, each to the rank with the fewest tokens. All ranks get as many micro-batches,
-    because a sharded model runs them together: an empty list is a document of weight 0.
-    """
+    because a sharded model runs them together: an empty list is a document of weight 0."""
     shares, load = [[[]] for _ in range(world)], [0] * world
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         rank = load.index(min(load))
@@ -254,10 +238,9 @@ QUESTION_FIELDS = ("question", "problem", "prompt", "Question", "Problem")
 ANSWER_FIELDS = ("answer", "expected_answer", "final_answer", "ground_truth", "Answer")
 # Instructions that data sets glue to a problem: they would count as overlap and as a marker.
 WRAPPERS = re.compile(
-    r"^\s*Solve the following math problem step by step\. The last line.*?\n\s*\n"
+    r"(?is)^\s*Solve the following math problem step by step\. The last line.*?\n\s*\n"
     r"|\s*Remember to put your answer on its own line after \"Answer:\"\.\s*$"
-    r"|\s*(please )?reason step by step,? and put your final answer within \\boxed\{\}\.?\s*$",
-    re.IGNORECASE | re.DOTALL,
+    r"|\s*(please )?reason step by step,? and put your final answer within \\boxed\{\}\.?\s*$"
 )
 
 
@@ -288,8 +271,7 @@ def iter_rows(path, start: int = 0) -> Iterator[tuple[int, object]]:
         yield from islice(enumerate(_parquet_rows(path), 1), start, None)
         return
     with open(path, "rb") as f:
-        is_list = f.read(256).lstrip().startswith(b"[")
-        f.seek(0)
+        is_list = f.peek(256)[:256].lstrip().startswith(b"[")
         for line, row in islice(enumerate(json.load(f) if is_list else f, 1), start, None):
             if not (isinstance(row, bytes) and row.isspace()):
                 yield line, row
@@ -307,22 +289,29 @@ def _parquet_rows(path):
         yield from batch.to_pylist()
 
 
-def to_object(row) -> dict:
+def require(fine, cause: str) -> None:
+    if not fine:
+        raise ValueError(cause)
+
+
+def read_json(text: str | bytes, cause: str):
     try:
-        row = json.loads(row) if isinstance(row, bytes) else row
+        return json.loads(text)
     except ValueError:
-        raise ValueError("not JSON") from None
-    if isinstance(row, dict):
-        return row
-    raise ValueError("not an object")
+        raise ValueError(cause) from None
+
+
+def to_object(row) -> dict:
+    row = read_json(row, "not JSON") if isinstance(row, bytes) else row
+    require(isinstance(row, dict), "not an object")
+    return row
 
 
 def to_problem(row, stem: str, line: int) -> Problem:
     """A row of any known shape; what is wrong with it is a ValueError."""
     row = to_object(row)
     question = last_user_text(next((row[k] for k in QUESTION_FIELDS if row.get(k)), None))
-    if not (question := WRAPPERS.sub("", question).strip()):
-        raise ValueError("no question")
+    require(question := WRAPPERS.sub("", question).strip(), "no question")
     answer = next((row[k] for k in ANSWER_FIELDS if row.get(k) is not None), None)
     if answer is None and isinstance(row.get("reward_model"), dict):  # DAPO
         answer = row["reward_model"].get("ground_truth")
@@ -333,22 +322,19 @@ def to_problem(row, stem: str, line: int) -> Problem:
 
 def last_user_text(prompt) -> str:
     """A text, or a chat, whose last user message it is (BFCL nests the chat once more)."""
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
-        prompt = prompt[0]
     if isinstance(prompt, list):
-        users = [m for m in prompt if isinstance(m, dict) and m.get("role") == "user"]
+        chat = prompt[0] if prompt and isinstance(prompt[0], list) else prompt
+        users = [m for m in chat if isinstance(m, dict) and m.get("role") == "user"]
         prompt = users[-1].get("content") if users else None
     return prompt if isinstance(prompt, str) else ""
 
 
 def answer_text(answer) -> str:
     """25 -> "25", 27.0 -> "27", GSM8K's "... #### 1,234" -> "1,234"."""
-    if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
-        raise ValueError("no answer")
-    if isinstance(answer, float) and answer.is_integer():
-        answer = int(answer)
-    if not (text := str(answer).rpartition("####")[2].strip()):
-        raise ValueError("empty answer")
+    require(type(answer) in (str, int, float), "no answer")
+    whole = isinstance(answer, float) and answer.is_integer()
+    text = str(int(answer) if whole else answer).rpartition("####")[2].strip()
+    require(text, "empty answer")
     return text
 
 
@@ -356,15 +342,11 @@ def answer_text(answer) -> str:
 
 INTEGER = re.compile(r"[-+]?(\d+|\d{1,3}((,|\\[!,]|\{,\})+\s?\d{3})+)")
 PARTS = re.compile(r"(?:^|\s)\((a|i|1)\)\s[\s\S]+\s\((b|ii|2)\)\s")
-SEVERAL = re.compile(r"[;=]|\b(and|or)\b|,(?!(\\[!,])?\s?\d{3}(?!\d))", re.IGNORECASE)
-ARGUMENT = re.compile(
-    r"(?:^|[.,;:?!$]\s+)(?:then |now |and )?(prove|disprove|show|explain|justify|sketch)\b(?! me)",
-    re.IGNORECASE,
-)
-MARKED = re.compile(
-    r"(?:####|\\boxed\s*\{|\banswers?\s*(?:is|are|:|=)|\bans\.?\s*[:=])[\s$*({]*([-+]?\d[\d,]*)",
-    re.IGNORECASE,
-)
+SEVERAL = re.compile(r"(?i)[;=]|\b(and|or)\b|,(?!(\\[!,])?\s?\d{3}(?!\d))")
+ARGUMENT = re.compile(r"(?i)(?:^|[.,;:?!$]\s+)(?:then |now |and )?"
+                      r"(prove|disprove|show|explain|justify|sketch)\b(?! me)")  # fmt: skip
+MARKED = re.compile(r"(?i)(?:####|\\boxed\s*\{|\banswers?\s*(?:is|are|:|=)|\bans\.?\s*[:=])"
+                    r"[\s$*({]*([-+]?\d[\d,]*)")  # fmt: skip
 # Each says whether a problem p goes; f holds thresholds and what is known. Duplicates come last:
 # only what passed everything else is noted, so a run can be continued from its output alone.
 FILTERS = {
@@ -381,7 +363,7 @@ FILTERS = {
 }
 SAVE_EVERY = 50_000  # rows
 EVERYWHERE = ("overlap", "leak", "exact", "near")
-RECIPE = {  # which filter meets which source; 17K + 93K + 937 problems become 42K in the paper
+RECIPE = {  # source -> its filters
     "dapo": ("integer", *EVERYWHERE),
     "openmath": ("integer", "composite", "unverifiable", "matched", *EVERYWHERE),
     "euler": ("integer", "huge", *EVERYWHERE),
@@ -405,8 +387,7 @@ class Known:
 def grams(text: str, mask_numbers: bool = False, n: int = 8):
     """Runs of n words: ("if", "x", "12", ...); a shorter text is one run."""
     words = re.findall(r"[^\W\d_]+|\d+", text.lower())
-    if mask_numbers:
-        words = ["0" if w.isdigit() else w for w in words]
+    words = ["0" if mask_numbers and w.isdigit() else w for w in words]
     return zip(*(words[i:] for i in range(n))) if len(words) > n else [tuple(words)]
 
 
@@ -422,9 +403,8 @@ def digest(text: str) -> int:
 
 
 def filter_files(paths, out, names, known: Known, config: dict, fresh: bool = False) -> dict:
-    """Streams problems through the filters into `out`. Where it stands is noted beside it every
-    SAVE_EVERY rows, and the same command goes on from there. Returns counts and examples by what
-    became of a row."""
+    """Streams problems through the filters into `out`, notes beside it every SAVE_EVERY rows where
+    it stands, and goes on from there. Returns counts and examples by what became of a row."""
     part, saved = Path(f"{out}.part"), Path(f"{out}.state")
     state = dict(config=config, file=0, line=0, bytes=0, counts={}, examples={}, skipped={})
     if fresh:

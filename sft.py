@@ -6,10 +6,10 @@ Glaive v2 101K (function calls), Magicoder 48K (each solution becomes a JSON cal
 Llama-Nemotron 27K (chat; rewritten by another model in the paper, which is not done here). The
 converters bring their shapes into the one protocol of `tokenizer.render_*`: text beside a call goes
 into <reason>, any other answer into <answer>, signatures of other tools into the system text.
+A broken conversation is skipped and counted by cause.
 
 Loss is on what the assistant wrote, in every turn, <|im_end|> included; not on tool responses, nor
-on assistant turns that are examples inside a prompt. It is a sum over tokens / one denominator for
-all ranks and micro-batches. A broken conversation is skipped and counted by cause.
+on assistant turns that are examples inside a prompt. It is a sum over tokens / one denominator.
 
     python sft.py --preset toy                                               two minutes on a CPU
     torchrun --nproc-per-node 8 sft.py --preset qwen3-14b --init Qwen3-14B-Base \\
@@ -30,6 +30,7 @@ import re
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from itertools import chain, groupby
 from pathlib import Path
 
 import torch
@@ -37,7 +38,7 @@ from tqdm import tqdm
 
 import parallel
 import toy
-from data import iter_rows, micro_batches, pack, to_object
+from data import iter_rows, micro_batches, pack, read_json, require, to_object
 from kvcache_engine import Engine
 from model import Model, ModelConfig, init_weights, load_model, packed_attention, save_model
 from rollout import parse_tool_calls
@@ -77,10 +78,8 @@ class Config:
 # A mean per batch would weigh short toy traces more: the share without a call grew to 73 %.
 PRESETS = {
     "qwen3-14b": {},
-    "toy": dict(
-        dtype="float32", lr=3e-3, epochs=1, batch_size=16, warmup=0.05, schedule="linear",
-        final_lr=0.05, loss_tokens=720.0, shuffle=False, pool=16,
-    ),
+    "toy": dict(dtype="float32", lr=3e-3, epochs=1, batch_size=16, warmup=0.05, schedule="linear",
+                final_lr=0.05, loss_tokens=720.0, shuffle=False, pool=16),
 }  # fmt: skip
 
 # ---- training ----
@@ -107,20 +106,17 @@ def sft(model, optimizer, documents, cfg, *, rank=0, world=1, start=0, device="c
 
 def sft_step(model, optimizer, documents, cfg, rank, world, device) -> dict:
     """One optimiser step: -(sum of log-probabilities of model tokens) / denominator.
-
     One denominator for all ranks and micro-batches: a mean in each would weigh the tokens of sparse
-    ones more. Sharded gradients are averaged over ranks, hence the factor world.
-    """
+    ones more. Sharded gradients are averaged over ranks, hence the factor world."""
     num_tokens = sum(sum(mask) for _, mask in documents)
     denominator = cfg.loss_tokens or num_tokens
-    num_shares, lengths = parallel.num_shares(world), [len(ids) for ids, _ in documents]
-    total = 0.0
-    for share in micro_batches(lengths, num_shares, cfg.micro_tokens)[rank::world]:
-        for micro in share:
-            chosen = [documents[i] for i in micro] or documents[:1]  # idle: one of weight 0
-            loss = sft_loss(model, pack(chosen, bool(micro) / denominator, device=device))
-            (loss * world).backward()
-            total += loss.item()
+    lengths, total = [len(ids) for ids, _ in documents], 0.0
+    shares = micro_batches(lengths, parallel.num_shares(world), cfg.micro_tokens)
+    for micro in chain(*shares[rank::world]):
+        chosen = [documents[i] for i in micro] or documents[:1]  # idle: one of weight 0
+        loss = sft_loss(model, pack(chosen, bool(micro) / denominator, device=device))
+        (loss * world).backward()
+        total += loss.item()
     norm = parallel.clip_gradients_over_ranks(model.parameters(), cfg.clip)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -144,7 +140,7 @@ def plan_steps(lengths: list[int], cfg) -> list[list[int]]:
         for start in range(0, len(order), span):
             pool = order[start : start + span]
             if cfg.pool > 1:
-                pool.sort(key=lambda i: lengths[i])
+                pool.sort(key=lengths.__getitem__)
             batches = [pool[i : i + cfg.batch_size] for i in range(0, len(pool), cfg.batch_size)]
             rng.shuffle(batches)
             steps += batches
@@ -168,15 +164,11 @@ def make_optimizer(model, cfg):
 
 # ---- converters: a row of any known shape to a Conversation ----
 
-ROLES = {
-    "system": "system", "user": "user", "human": "user", "assistant": "assistant",
-    "gpt": "assistant", "function_call": "assistant", "tool": "tool", "observation": "tool",
-    "function": "tool", "function response": "tool",
-}  # fmt: skip
-PAIRS = (  # fields of a question and its answer
-    ("problem", "solution"), ("instruction", "response"), ("instruction", "output"),
-    ("prompt", "response"), ("prompt", "completion"), ("input", "output"),
-)  # fmt: skip
+ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant",
+         "gpt": "assistant", "function_call": "assistant", "tool": "tool", "observation": "tool",
+         "function": "tool", "function response": "tool"}  # fmt: skip
+PAIRS = (("problem", "solution"), ("instruction", "response"), ("instruction", "output"),
+         ("prompt", "response"), ("prompt", "completion"), ("input", "output"))  # fmt: skip
 SPEAKER = r"(USER|ASSISTANT|FUNCTION RESPONSE):"
 GLAIVE = re.compile(rf"{SPEAKER}\s*(.*?)\s*(?=\n\s*{SPEAKER}|\Z)", re.DOTALL)
 BRACKETS = re.compile(r"\[\s*[^\[\](){}\"]+\(.*\)\s*\]", re.DOTALL)
@@ -195,12 +187,11 @@ class Turn:
         """What an assistant writes after the forced <reason>."""
         if self.role != "assistant":
             return self.text
-        blocks = [f"<answer>{self.text}</answer>"]
-        if self.calls:
-            dump = lambda name, arguments: json.dumps({"name": name, "arguments": arguments})
-            blocks = [f"<tool_call>\n{dump(*call)}\n</tool_call>" for call in self.calls]
-        thought = "\n".join(filter(None, [self.reasoning, self.text if self.calls else ""]))
-        return "\n".join([f"{thought}</reason>", *blocks])
+        if not self.calls:
+            return f"{self.reasoning}</reason>\n<answer>{self.text}</answer>"
+        thought = "\n".join(filter(None, [self.reasoning, self.text]))
+        calls = [json.dumps({"name": name, "arguments": given}) for name, given in self.calls]
+        return f"{thought}</reason>" + "".join(f"\n<tool_call>\n{c}\n</tool_call>" for c in calls)
 
 
 @dataclass
@@ -215,23 +206,14 @@ class Conversation:
         system_text = f"{SYSTEM_TEXT}\n\n{self.system}" if self.system else SYSTEM_TEXT
         ids, mask = render_conversation(tok, messages, system_text, self.tools)
         losses = iter([t.loss for t in self.turns if t.role == "assistant"])
-        loss = wrote = 0
-        for i in range(len(mask)):  # the k-th run of ones is the k-th assistant turn
-            if mask[i] and not wrote:
-                loss = next(losses)
-            wrote = mask[i]
-            mask[i] = int(wrote and loss)
-        return ids, mask
+        runs = [list(run) for _, run in groupby(mask)]  # k-th run of ones: k-th assistant turn
+        return ids, [x for run in runs for x in [int(run[0] and next(losses))] * len(run)]
 
 
 def convert(row: dict) -> Conversation:
     """ValueError: the cause for which the row is skipped."""
     system, tools = row.get("system") or "", row.get("tools") or []
-    if isinstance(row.get("chat"), str):  # Glaive's text form
-        messages = [{"from": m[1], "value": m[2]} for m in GLAIVE.finditer(row["chat"])]
-    else:
-        messages = chat_messages(row)
-    turns = merge_turns([read_turn(m) for m in messages])
+    turns = merge_turns([read_turn(m) for m in chat_messages(row)])
     if turns and turns[0].role == "system":
         system = turns.pop(0).text
     if isinstance(tools, str):
@@ -240,8 +222,7 @@ def convert(row: dict) -> Conversation:
         system = ""
     if "problem" in row and "solution" in row:  # Magicoder
         code = "\n".join(PYTHON_CODE.findall(turns[-1].text))
-        if not code:
-            raise ValueError("solution without Python code")
+        require(code, "solution without Python code")
         tools = [PYTHON_TOOL]
         turns[-1] = Turn("assistant", calls=[(PYTHON_TOOL["function"]["name"], {"code": code})])
     check_turns(turns)
@@ -251,14 +232,15 @@ def convert(row: dict) -> Conversation:
 
 def chat_messages(row: dict) -> list:
     """The messages of a row. Assistant turns of a prompt are examples: weight 0."""
+    if isinstance(row.get("chat"), str):  # Glaive's text form
+        return [{"from": m[1], "value": m[2]} for m in GLAIVE.finditer(row["chat"])]
     for key in ("conversations", "messages"):
         if isinstance(row.get(key), list):
             return row[key]
     for ask, answer in PAIRS:
         if row.get(ask) and isinstance(row.get(answer), str):
             prompt = row[ask]
-            if isinstance(prompt, str):
-                prompt = [{"role": "user", "content": prompt}]
+            prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             prompt = [{**m, "weight": 0} if isinstance(m, dict) else m for m in prompt]
             return [*prompt, {"role": "assistant", "content": row[answer]}]
     raise ValueError("unknown shape")
@@ -267,14 +249,12 @@ def chat_messages(row: dict) -> list:
 def read_turn(message) -> Turn:
     """OpenAI's role, content (text or parts), tool_calls; ShareGPT's from and value."""
     name = message.get("from") or message.get("role") if isinstance(message, dict) else None
-    if (role := ROLES.get(str(name).lower())) is None:
-        raise ValueError("unknown role")
+    require(role := ROLES.get(str(name).lower()), "unknown role")
     body = message["value"] if "value" in message else message.get("content")
     turn = Turn(role, loss=message.get("weight") != 0)
     kind = "tool_call" if name == "function_call" else "text"
     for part in body if isinstance(body, list) else [{"type": kind, "text": body}]:
-        if not isinstance(part, dict):
-            raise ValueError("content that is neither text nor parts")
+        require(isinstance(part, dict), "content that is neither text nor parts")
         value = part.get("text") or part.get("value") or ""
         text = value if isinstance(value, str) else json.dumps(value)
         if part.get("type") == "tool_call":
@@ -301,13 +281,12 @@ def read_calls(value) -> list[tuple[str, dict]]:
         value = read_json(value, "call that is not JSON")
     calls = []
     for call in value if isinstance(value, list) else [value]:
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            raise ValueError("call without a name")
+        named = isinstance(call, dict) and isinstance(call.get("name"), str)
+        require(named, "call without a name")
         arguments = call.get("arguments") or {}
         if isinstance(arguments, str):
             arguments = read_json(arguments, "arguments that are not JSON")
-        if not isinstance(arguments, dict):
-            raise ValueError("arguments that are not an object")
+        require(isinstance(arguments, dict), "arguments that are not an object")
         calls.append((call["name"], arguments))
     return calls
 
@@ -330,13 +309,6 @@ def bracket_calls(text: str) -> list[tuple[str, dict]]:
             raise ValueError("bracket call that cannot be read")
         rest = rest[end:].strip().removeprefix(",").strip()
     return calls
-
-
-def read_json(text: str, cause: str):
-    try:
-        return json.loads(text)
-    except ValueError:
-        raise ValueError(cause) from None
 
 
 def signatures_in(text: str) -> list[dict]:
@@ -368,21 +340,19 @@ def merge_turns(turns: list[Turn]) -> list[Turn]:
 
 
 def check_turns(turns: list[Turn]) -> None:
-    if not any(t.role == "user" for t in turns):
-        raise ValueError("no user turn" if turns else "no assistant turn")
-    if turns[0].role != "user" or any(t.role == "system" for t in turns):
-        raise ValueError("does not start with the user")
+    require(turns, "no assistant turn")
+    require(any(t.role == "user" for t in turns), "no user turn")
+    user_first = turns[0].role == "user" and all(t.role != "system" for t in turns)
+    require(user_first, "does not start with the user")
     calls = responses = 0  # of the last assistant turn, and what came back
     for turn in turns:
         if turn.role == "tool":
             responses += 1
-            if not calls:
-                raise ValueError("tool response without call")
-        elif not (turn.text or turn.calls):
-            raise ValueError("empty content")
-        if responses > calls or (turn.role != "tool" and calls and not responses):
-            raise ValueError("unbalanced calls")
-        if turn.role != "tool":
+            require(calls, "tool response without call")
+            require(responses <= calls, "unbalanced calls")
+        else:
+            require(turn.text or turn.calls, "empty content")
+            require(responses or not calls, "unbalanced calls")
             calls, responses = len(turn.calls), 0
 
 
@@ -394,8 +364,8 @@ def read_conversations(paths: list[str], tok, max_len: int) -> tuple[list, list]
             try:
                 conversation = convert(to_object(row))
                 ids, mask = conversation.render(tok)
-                if len(ids) > max_len or not any(mask):
-                    raise ValueError("too long" if any(mask) else "nothing has loss")
+                require(any(mask), "nothing has loss")
+                require(len(ids) <= max_len, "too long")
                 read.append((conversation, ids, mask))
             except ValueError as e:
                 skipped.append(f"{path}:{line}: {e}")
@@ -408,16 +378,15 @@ def read_conversations(paths: list[str], tok, max_len: int) -> tuple[list, list]
 def measure_calls(model, tok, conversations: list[Conversation], max_new_tokens=512) -> dict:
     """Writes every assistant turn again, greedily, after its true history. Of the turns with calls:
     how many parse, name the right tools, have equal arguments; of the others, how many call."""
-    turns, counts = {}, Counter(calls=0, parsed=0, tool=0, arguments=0, plain=0, called=0)
-    for c in conversations:
-        for k, turn in enumerate(c.turns):
-            if turn.role == "assistant" and turn.loss:
-                turns[len(turns)] = turn, c.render(tok, k)[0] + render_forced_prefix(tok)
-    longest = max((len(ids) for _, ids in turns.values()), default=0) + max_new_tokens
+    turns = [(turn, c.render(tok, k)[0] + render_forced_prefix(tok))
+             for c in conversations for k, turn in enumerate(c.turns)
+             if turn.role == "assistant" and turn.loss]  # fmt: skip
+    counts = Counter(calls=0, parsed=0, tool=0, arguments=0, plain=0, called=0)
+    longest = max((len(ids) for _, ids in turns), default=0) + max_new_tokens
     engine = Engine(model, num_blocks=8 * (longest // 16 + 1))
-    for i, (_, ids) in turns.items():
-        engine.add(i, ids, max_new_tokens=max_new_tokens, noise_key=0, temperature=0.0,
-                   stop_ids=(tok.im_end,))  # fmt: skip
+    how = dict(max_new_tokens=max_new_tokens, noise_key=0, temperature=0.0, stop_ids=(tok.im_end,))
+    for i, (_, ids) in enumerate(turns):
+        engine.add(i, ids, **how)
     while engine.has_runnable():
         for done in engine.step():
             counts.update(judge(turns[done.seq_id][0].calls, tok.decode(done.token_ids)))
@@ -454,8 +423,7 @@ def make_data(cfg: Config, ranks, folder: Path):
         (folder / "skipped.txt").write_text("\n".join(skipped))
     random.Random(cfg.seed).shuffle(read)
     documents = [(ids, mask) for _, ids, mask in read[cfg.held_out :]]
-    if not documents:
-        raise ValueError(f"nothing to train on but {len(read)} held-out ones: lower --held-out")
+    require(documents, f"nothing to train on but {len(read)} held-out ones: lower --held-out")
     model = load_model(cfg.init, ranks.device, torch.float32)
     return tok, model, documents, [c for c, _, _ in read[: cfg.held_out]]
 
@@ -505,7 +473,7 @@ def run(cfg: Config, ranks, folder: Path) -> None:
 def main() -> None:
     base = lambda given: PRESETS[given.get("preset", "qwen3-14b")]
     cfg, _ = parallel.parse_config(Config, base=base, choices=PRESETS, description=__doc__)
-    ranks = parallel.start_ranks(cfg.device or None)
+    ranks = parallel.start_ranks(cfg.device)
     folder = Path(cfg.out or f"runs/sft-{cfg.preset}")
     try:
         if cfg.preset != "toy" and not (cfg.init and cfg.data):

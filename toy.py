@@ -9,10 +9,10 @@ a wrong formula, half break their first call and then repair it, some guess. Tha
 environment noise (section 2.2.2): failed calls in trajectories that end well. Tool responses are
 real: each call is run here, in process, because its code is ours and not a model's.
 
-    toy_problems(1, seed=0, holdout=True) -> [Problem("toy-5c1..", "What is 37 * 41 - 5?", "1512")]
-    toy_traces(1, seed=0)                 -> [[user, assistant with a call, tool, assistant]]
-    copy_documents(1, seed=0)             -> [["Repeat 47, 183.", the same numbers]]
-    toy_documents(tok, 16_000, seed=0)    -> [(token_ids, loss_mask), ...] in the order of training
+    toy_problems(1, seed=0)             -> [Problem("toy-7a4..", "How many multiples of 27 are..")]
+    toy_traces(1, seed=0)               -> [[user, assistant with a call, tool, assistant]]
+    copy_documents(1, seed=0)           -> [[user "Repeat 71.", assistant " 71.</reason>"]]
+    toy_documents(tok, 16_000, seed=0)  -> [(token_ids, loss_mask), ...] in the order of training
 
 The protocol is that of real models (`render_*`) but for a one-line system text without signatures,
 a bare question, and tracebacks cut to their last two lines: an SFT step costs a fifth.
@@ -22,14 +22,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import io
 import json
 import linecache
 import math
 import random
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from types import SimpleNamespace
 
 from data import Problem
@@ -37,10 +37,9 @@ from tokenizer import PYTHON_TOOL, Tokenizer, render_conversation, tool_response
 
 TOY_SYSTEM_TEXT = "Reason, call Python, answer."
 TRACEBACK_LINES = 2
-TOY_MODEL = dict(
-    vocab_size=800, hidden_size=128, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=32,
-    intermediate_size=320, rope_theta=500.0, tie_embeddings=True, max_positions=512,
-)  # fmt: skip
+TOY_MODEL = dict(vocab_size=800, hidden_size=128, num_layers=3, num_heads=4, num_kv_heads=2,
+                 head_dim=32, intermediate_size=320, rope_theta=500.0, tie_embeddings=True,
+                 max_positions=512)  # fmt: skip
 # The largest levers found: at 0.02 (Qwen's) for either, copying numbers is learned far later.
 TOY_INIT = dict(embedding_std=0.2, std=0.05)
 
@@ -97,18 +96,15 @@ def draw_problem(rng: random.Random, holdout: bool | None) -> tuple[Problem, tup
         draw, phrasings, expressions, _ = KINDS[kind]
         operands = draw(rng.randint)
         question = rng.choice(phrasings).format(*operands)
-        if holdout in (None, question_hash(question) % 10 == 0):
+        name = f"toy-{sha256(question.encode()).hexdigest()[:12]}"
+        problem = Problem(name, question, answer="", source=kind)
+        if holdout in (None, is_held_out(problem)):
             answer = str(eval(expressions[0].format(*operands), {"math": math}))  # our expression
-            name = f"toy-{question_hash(question):064x}"[:16]
-            return Problem(name, question, answer, kind), operands
-
-
-def question_hash(question: str) -> int:
-    return int(hashlib.sha256(question.encode()).hexdigest(), 16)
+            return replace(problem, answer=answer), operands
 
 
 def is_held_out(problem: Problem) -> bool:
-    return question_hash(problem.question) % 10 == 0
+    return int(sha256(problem.question.encode()).hexdigest(), 16) % 10 == 0
 
 
 def toy_problems(n: int, seed: int, holdout: bool | None = None) -> list[Problem]:
@@ -129,6 +125,7 @@ LONG = (
 )
 REPAIR = ("The call failed, I fix it.", "That was an error, once more.")
 GUESS = ("I guess the answer.", "I think I know it.")
+say = lambda role, content: {"role": role, "content": content}
 
 
 @functools.cache
@@ -147,11 +144,11 @@ def make_trace(rng, problem: Problem, operands: tuple, noise: Noise) -> list[dic
     calls = [] if rng.random() < noise.guess else [call_block(code)]
     if calls and rng.random() < noise.broken:
         calls = broken_calls(rng, code, f"print({helper}({numbers}))", noise)
-    messages = [{"role": "user", "content": problem.question}]
+    messages = [say("user", problem.question)]
     thought = rng.choice(LONG if rng.random() < noise.long else SHORT).format(numbers)
     for block in calls:
-        messages.append({"role": "assistant", "content": f"{thought}</reason>\n{block}"})
-        messages.append({"role": "tool", "content": tool_response(block)})
+        messages.append(say("assistant", f"{thought}</reason>\n{block}"))
+        messages.append(say("tool", tool_response(block)))
         thought = rng.choice(REPAIR)
     if calls[-1:] == [call_block(code)]:
         value = messages[-1]["content"]
@@ -162,8 +159,7 @@ def make_trace(rng, problem: Problem, operands: tuple, noise: Noise) -> list[dic
     else:
         thought, value = rng.choice(GUESS), str(rng.randrange(10 ** len(problem.answer)))
     tags = [f"<answer>\\boxed{{{value}}}</answer>"] * (1 + (rng.random() < noise.doubled))
-    final = "\n".join([f"{thought}</reason>", *tags])
-    return [*messages, {"role": "assistant", "content": final}]
+    return [*messages, say("assistant", "\n".join([f"{thought}</reason>", *tags]))]
 
 
 def broken_calls(rng, code: str, helper: str, noise: Noise) -> list[str]:
@@ -202,13 +198,11 @@ def tool_response(block: str) -> str:
 
 def copy_documents(n: int, seed: int) -> list[list[dict]]:
     """Conversations that only copy 1 to 3 numbers: so copying is learned sooner."""
-    rng, documents = random.Random(f"copies {seed}"), []
+    rng, texts = random.Random(f"copies {seed}"), []
     for _ in range(n):
-        count = rng.randint(1, 3)
-        numbers = ", ".join(str(rng.randrange(10 ** rng.randint(1, 3))) for _ in range(count))
-        turns = ("user", f"Repeat {numbers}."), ("assistant", f" {numbers}.</reason>")
-        documents.append([{"role": role, "content": content} for role, content in turns])
-    return documents
+        numbers = [rng.randrange(10 ** rng.randint(1, 3)) for _ in range(rng.randint(1, 3))]
+        texts.append(", ".join(map(str, numbers)) + ".")
+    return [[say("user", f"Repeat {t}"), say("assistant", f" {t}</reason>")] for t in texts]
 
 
 # ---- tokens ----
@@ -229,7 +223,7 @@ def toy_documents(tok: Tokenizer, n: int, seed: int = 0) -> list[tuple[list[int]
     """n (token_ids, loss_mask) in the order of training: 60 % copies in the first 30 %, then 20 %;
     drawn from 3,000 traces and 600 copies."""
     rng = random.Random(f"documents {seed}")
-    render = functools.partial(render_conversation, tok, system_text=TOY_SYSTEM_TEXT)
+    render = lambda messages: render_conversation(tok, messages, TOY_SYSTEM_TEXT)
     traces = [render(messages) for messages in toy_traces(3000, seed)]
     copies = [render(messages) for messages in copy_documents(600, seed)]
     shares = [0.6 if i < 0.3 * n else 0.2 for i in range(n)]
