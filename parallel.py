@@ -10,17 +10,15 @@ that. All ranks run the same number of forwards and backwards: an idle one runs 
 
 A checkpoint is a folder that appears whole or not at all: written under another name, a manifest
 with the size and sha256 of every file last (a flipped byte would load silently otherwise), renamed
-by rank 0 after a barrier. torch.distributed.checkpoint cuts tensors by shard, so that another
-number of ranks can read them.
+by rank 0 after a barrier. Tensors are cut by shard, so that another number of ranks can read them.
 
-Ranks that generate wait for each other in the store, not in a collective: one rank may be minutes
-late. Nothing here knows what is trained.
+Ranks that generate wait for each other in the store, not in a collective: one may be minutes late.
+Nothing here knows what is trained.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
 import hashlib
 import inspect
@@ -32,7 +30,7 @@ import signal
 import sys
 import typing
 import warnings
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -40,6 +38,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 # ---- ranks ----
@@ -63,9 +63,7 @@ def start_ranks(device: str | None = None, threads: int = 1) -> Ranks:
     """Joins torchrun's process group, or stands alone without one. Call once, first.
 
     SIGTERM becomes SystemExit so that `with` blocks close (the sandbox, the bars); on Linux a rank
-    whose launcher dies gets that signal too. One thread a process: two are slower on busy cores,
-    and bits depend on the number.
-    """
+    whose launcher dies gets that signal too. More threads: slower on busy cores, and other bits."""
     torch.set_num_threads(threads)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     name = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -77,31 +75,23 @@ def start_ranks(device: str | None = None, threads: int = 1) -> Ranks:
         if os.getppid() != parent:
             sys.exit("parallel.py: the launcher has died")
     rank, world, local_rank = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    where, backend = torch.device(name), "gloo"
     if name == "cuda":
-        torch.cuda.set_device(local_rank)
-    where = torch.device(name, local_rank) if name == "cuda" else torch.device(name)
-    backend = "cpu:gloo,cuda:nccl" if name == "cuda" else "gloo"
+        where, backend = torch.device(name, local_rank), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(where)
     dist.init_process_group(backend, timeout=timedelta(hours=2))
+    # A store of our own: keys of torch's own collectives stay apart from ours.
+    host, first = os.environ.get("MASTER_ADDR", "localhost"), rank == 0
+    join = lambda port: dist.TCPStore(host, port, is_master=first, wait_for_workers=False)
+    store = join(0) if first else None  # on a free port
+    port = broadcast_over_ranks(store.port if first else None)
     node = int(os.environ.get("GROUP_RANK", 0))
-    return Ranks(rank, world, local_rank, node, where, _shared_store(rank))
-
-
-def _shared_store(rank: int) -> dist.Store:
-    """A store of our own: keys of torch's own collectives stay apart from ours."""
-    host = os.environ.get("MASTER_ADDR", "localhost")
-    address = [None]
-    if rank == 0:
-        server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        address = [server.port]
-    dist.broadcast_object_list(address, src=0)
-    if rank == 0:
-        return server
-    return dist.TCPStore(host, address[0], is_master=False, wait_for_workers=False)
+    return Ranks(rank, world, local_rank, node, where, store if first else join(port))
 
 
 def end_ranks() -> None:
+    barrier_over_ranks()
     if dist.is_initialized():
-        dist.barrier()
         dist.destroy_process_group()
 
 
@@ -129,11 +119,7 @@ def gather_over_ranks(value) -> list:
 
 def broadcast_over_ranks(value):
     """Rank 0's value on every rank."""
-    if not dist.is_initialized():
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    return gather_over_ranks(value)[0]
 
 
 def sum_over_ranks(values: dict[str, float]) -> dict[str, float]:
@@ -150,27 +136,17 @@ def exchange_over_ranks(outgoing: list[list[dict]]) -> list[dict]:
     if not dist.is_initialized():
         return outgoing[0]
     world, rank = dist.get_world_size(), dist.get_rank()
-    payload = [json.dumps(rows).encode() if rows else b"" for rows in outgoing]
-    sizes = gather_over_ranks([len(p) for p in payload])
-    incoming = [torch.empty(sizes[r][rank], dtype=torch.uint8) for r in range(world)]
-    mine = [torch.frombuffer(bytearray(p), dtype=torch.uint8) if p else None for p in payload]
-    work = []
-    for r in range(world):
-        if r == rank:
-            continue
-        if payload[r]:
-            work.append(dist.isend(mine[r], r))
-        if len(incoming[r]):
-            work.append(dist.irecv(incoming[r], r))
-    for w in work:
+    encode = lambda r: json.dumps(outgoing[r]).encode() if outgoing[r] and r != rank else b""
+    texts = [bytearray(encode(r)) for r in range(world)]
+    sizes = gather_over_ranks([len(text) for text in texts])  # [sender][receiver]
+    leaving = [torch.frombuffer(text, dtype=torch.uint8) if text else () for text in texts]
+    coming = [torch.empty(row[rank], dtype=torch.uint8) for row in sizes]
+    work = [dist.isend(x, r) for r, x in enumerate(leaving) if len(x)]
+    for w in work + [dist.irecv(x, r) for r, x in enumerate(coming) if len(x)]:
         w.wait()
-    rows = []
-    for r in range(world):
-        if r == rank:
-            rows += outgoing[rank]
-        elif len(incoming[r]):
-            rows += json.loads(incoming[r].numpy().tobytes())
-    return rows
+    rows = [json.loads(x.numpy().tobytes()) if len(x) else [] for x in coming]
+    rows[rank] = outgoing[rank]
+    return sum(rows, [])
 
 
 # ---- sharding ----
@@ -180,9 +156,6 @@ def shard(model, ranks: Ranks, compute_dtype: torch.dtype = torch.float32):
     """FSDP2 around every block and the root; parameters stay fp32, compute may be bf16."""
     if ranks.world == 1 and compute_dtype == torch.float32:
         return model
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     if not dist.is_initialized():  # one process that wants bf16 compute over fp32 parameters
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh(ranks.device.type, (ranks.world,))
@@ -194,16 +167,13 @@ def shard(model, ranks: Ranks, compute_dtype: torch.dtype = torch.float32):
 
 def full_parameters(model):
     """(name, whole tensor) one after the other, so that only one is whole at a time."""
-    for name, parameter in model.state_dict().items():
-        value = parameter.detach()
+    for name, value in model.state_dict().items():
         yield name, value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def clip_gradients_over_ranks(parameters, max_norm: float) -> float:
-    """Scales gradients to a total norm of at most max_norm; returns the norm before.
-
-    The sum is in float64 and rounded once, so that it has the same bits for any number of ranks.
-    """
+    """Scales gradients to a total norm of at most max_norm; returns the norm before. Its sum is in
+    float64 and rounded once, so that it has the same bits for any number of ranks."""
     grads = [p.grad for p in parameters if p.grad is not None]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
     total = sum(g.double().square().sum() for g in local).cpu()
@@ -217,26 +187,29 @@ def clip_gradients_over_ranks(parameters, max_norm: float) -> float:
 
 # ---- checkpoints ----
 
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
+
 
 def save_checkpoint(folder: Path, name: str, model, optimizer, state: dict, keep: int = 2) -> None:
     """folder/name: model, optimiser (sharded) and `state` (JSON). Keeps the newest `keep`."""
     final, temporary = folder / name, folder / f".{name}.tmp"
-    if _first():
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    if first:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     barrier_over_ranks()
     tensors = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
-    with _quiet():
-        dcp.save(tensors, checkpoint_id=temporary / "tensors", no_dist=not dist.is_initialized())
+    dcp.save(tensors, checkpoint_id=temporary / "tensors", no_dist=not dist.is_initialized())
     barrier_over_ranks()
-    if _first():
+    if first:
         (temporary / "state.json").write_text(json.dumps(state))
-        manifest = {str(p.relative_to(temporary)): _fingerprint(p) for p in _files(temporary)}
+        files = sorted(p for p in temporary.rglob("*") if p.is_file())
+        manifest = {str(p.relative_to(temporary)): _fingerprint(p) for p in files}
         _write_synced(temporary / "manifest.json", json.dumps(manifest, indent=1))
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
-        older = [p for p in list_checkpoints(folder) if p.name <= name]  # damaged ones may be newer
-        for old in older[:-keep]:
+        finished = [p for p in list_checkpoints(folder) if p.name <= name]  # later: damaged ones
+        for old in finished[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
     barrier_over_ranks()
 
@@ -250,8 +223,7 @@ def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
     """The newest one whose files are as its manifest says; a sentence for each that is not."""
     damaged = []
     for path in reversed(list_checkpoints(folder)):
-        problem = check_checkpoint(path)
-        if not problem:
+        if not (problem := check_checkpoint(path)):
             return path, damaged
         damaged.append(f"{path} is damaged ({problem}): left alone, an older one is used")
     return None, damaged
@@ -273,30 +245,11 @@ def check_checkpoint(path: Path) -> str:
 
 def load_checkpoint(path: Path, model, optimizer) -> dict:
     """Fills model and optimiser in place, whatever number of ranks wrote them; returns `state`."""
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    tensors = {"model": model_state, "optimizer": optimizer_state}
-    with _quiet():
-        dcp.load(tensors, checkpoint_id=path / "tensors", no_dist=not dist.is_initialized())
-    set_state_dict(
-        model, optimizer, model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"]
-    )
+    tensors = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+    dcp.load(tensors, checkpoint_id=path / "tensors", no_dist=not dist.is_initialized())
+    states = dict(model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"])
+    set_state_dict(model, optimizer, **states)
     return json.loads((path / "state.json").read_text())
-
-
-@contextlib.contextmanager
-def _quiet():
-    """One process is meant: torch need not warn that there is only one."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
-def _first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _files(folder: Path):
-    return sorted(p for p in folder.rglob("*") if p.is_file())
 
 
 def _fingerprint(path: Path) -> list:
@@ -304,7 +257,7 @@ def _fingerprint(path: Path) -> list:
     with open(path, "rb") as f:
         while chunk := f.read(1 << 22):
             digest.update(chunk)
-    return [path.stat().st_size, digest.hexdigest()]
+        return [f.tell(), digest.hexdigest()]
 
 
 def _write_synced(path: Path, text: str) -> None:
@@ -318,14 +271,11 @@ def _write_synced(path: Path, text: str) -> None:
 
 
 def open_run(folder: Path, config: dict, fresh: bool = False, free: tuple = ()) -> bool:
-    """Makes or reopens a run folder (rank 0 only); True: it continues an earlier run.
-
-    `fresh` moves an old folder aside. Another config is an error that names the fields; fields in
-    `free` (number of workers, say) may differ.
-    """
+    """Makes or reopens a run folder (rank 0 only); True: it continues an earlier run. `fresh` moves
+    an old folder aside (not so when torchrun starts a command again). Another config is an error
+    that names the fields; those in `free` (number of workers, say) may differ."""
     saved = folder / "config.json"
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # torchrun --max-restarts
-    if fresh and folder.exists() and not again:
+    if fresh and folder.exists() and not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
         aside = next(p for i in range(1, 10**6) if not (p := Path(f"{folder}.{i}")).exists())
         folder.rename(aside)
         print(f"{folder} moved aside to {aside}")
@@ -342,14 +292,12 @@ def open_run(folder: Path, config: dict, fresh: bool = False, free: tuple = ()) 
     except ValueError as e:
         raise ValueError(f"{saved} is not JSON ({e}): move the folder away, or --fresh") from None
     new = json.loads(json.dumps(config))
-    keys = [k for k in {**old, **new} if k not in free and old.get(k) != new.get(k)]
-    if keys:
-        rows = "\n".join(f"  {k}: {old.get(k)!r} there, {new.get(k)!r} now" for k in keys)
-        raise ValueError(
-            f"{folder} is a run with another config:\n{rows}\n"
-            "Give the same flags to continue it, another --out for a new one, or --fresh to move"
-            " it aside."
-        )
+    rows = [f"  {k}: {old.get(k)!r} there, {new.get(k)!r} now"
+            for k in old | new if k not in free and old.get(k) != new.get(k)]  # fmt: skip
+    if rows:
+        raise ValueError("\n".join([
+            f"{folder} is a run with another config:", *rows, "Give the same flags to continue it,"
+            " another --out for a new one, or --fresh to move it aside."]))  # fmt: skip
     return True
 
 
@@ -357,24 +305,18 @@ def open_run(folder: Path, config: dict, fresh: bool = False, free: tuple = ()) 
 
 
 def parse_config(cls, argv=None, base=None, choices=(), description: str = ""):
-    """(cls instance, names of the flags given): one flag a field of the dataclass `cls`.
-
-    Precedence: default < base(flags given) < flag. --help prints the class: its comments are the
-    documentation. A wrong flag, value or preset (none of `choices`) ends with a line and status 2.
-    """
+    """(cls instance, names of flags given): a flag for every field of the dataclass. Precedence:
+    default < base(flags given) < flag. --help prints the class: its comments are the documentation.
+    A wrong flag, value or preset (none of `choices`) ends with a line and status 2."""
     parser = argparse.ArgumentParser(
-        description=f"{description}\n\n{inspect.getsource(cls)}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s [--FIELD VALUE ...]",
-        allow_abbrev=False,
-    )
-    hints = typing.get_type_hints(cls)
-    for f in fields(cls):
-        flag, kind = "--" + f.name.replace("_", "-"), hints[f.name]
+        description=f"{description}\n\n{inspect.getsource(cls)}", allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter, usage="%(prog)s [--FIELD VALUE ...]",
+    )  # fmt: skip
+    for name, kind in typing.get_type_hints(cls).items():
         how = dict(action=argparse.BooleanOptionalAction) if kind is bool else dict(type=kind)
-        parser.add_argument(flag, dest=f.name, default=None, help=argparse.SUPPRESS, **how)
+        parser.add_argument("--" + name.replace("_", "-"), help=argparse.SUPPRESS, **how)
     given = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None}
-    if given.get("preset", next(iter(choices), None)) not in (*choices, None):
+    if given.get("preset") not in (None, *choices):
         parser.error(f"unknown preset {given['preset']!r}: choose one of {', '.join(choices)}")
     try:
         return cls(**{**(base(given) if base else {}), **given}), set(given)
@@ -384,5 +326,5 @@ def parse_config(cls, argv=None, base=None, choices=(), description: str = ""):
 
 def num_shares(world: int) -> int:
     """Shares into which a batch is dealt: a multiple of the world size, at least 2, so that one
-    rank adds the same two sums as two ranks do, bit for bit."""
+    rank adds the same two sums as two ranks do, bit for bit if a share is one micro-batch."""
     return world * math.ceil(2 / world)
