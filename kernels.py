@@ -26,6 +26,7 @@ Not here: attention for training (torch has it, see model.py), matmuls (the vend
 
 from __future__ import annotations
 
+import functools
 import os
 from functools import cache
 
@@ -226,7 +227,7 @@ def rotary_kernel(x, cos, sin, weight, y, rstd, eps, sign, H: tl.constexpr, D: t
 
 def _rotary(x, cos, sin, weight, eps, sign=1.0):
     if not _on_kernels(x):
-        return rotary_reference(x, cos, sin * sign, weight, eps)
+        return rotary_reference(x, cos, sin if sign == 1.0 else -sin, weight, eps)
     x, (T, H, D), HEADS = x.contiguous(), x.shape, 8  # 8 half rows: 16 bytes a lane of one wave
     y, rstd = torch.empty_like(x), x.new_empty(T, H, 1, dtype=torch.float32)
     rotary_kernel[(T, triton.cdiv(H, HEADS))](
@@ -252,6 +253,12 @@ class _Rotary(torch.autograd.Function):
         return dx, None, None, dw, None
 
 
+@functools.lru_cache(maxsize=1)  # tensors compare by identity: all layers ask for the same
+def _cos_sin(positions, inv_freq):
+    angle = positions.float()[:, None, None] * inv_freq  # (T, 1, D/2)
+    return angle.cos(), angle.sin()
+
+
 def rotary(q: Tensor, k: Tensor, positions: Tensor, inv_freq: Tensor, q_weight: Tensor = None,
            k_weight: Tensor = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """q (T, H, D), k (T, K, D), positions (T,), inv_freq (D/2,) -> q and k turned.
@@ -260,8 +267,9 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, inv_freq: Tensor, q_weight: 
     from torch: in a kernel their range reduction is 1,300 instructions and, on CUDA, a stack."""
     (T, _, D), (Tk, _, Dk) = q.shape, k.shape
     assert (T, D) == (Tk, Dk) == (len(positions), 2 * len(inv_freq)), (q.shape, k.shape)
-    angle = positions.float()[:, None, None] * inv_freq  # (T, 1, D/2)
-    cos, sin = angle.cos(), angle.sin()
+    cos, sin = _cos_sin(positions, inv_freq)
+    if not torch.is_grad_enabled():
+        return tuple(_rotary(x, cos, sin, w, eps)[0] for x, w in ((q, q_weight), (k, k_weight)))
     q = _Rotary.apply(q, cos, sin, q_weight, eps)
     return q, _Rotary.apply(k, cos, sin, k_weight, eps)
 
@@ -303,33 +311,49 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
 
 # ---- paged attention ---------------------------------------------------------------------------
 
-def _gather(cache, block_tables, key_len):
-    """cache (N, block, K, D) -> (B, K, key_len, D). Past a table its last block repeats, masked."""
-    (N, block, K, D), (B, M) = cache.shape, block_tables.shape
-    columns = torch.arange(-(-key_len // block), device=cache.device).clamp(max=M - 1)
-    tables = block_tables.index_select(1, columns).clamp(min=0)
-    rows = cache.view(N, -1).index_select(0, tables.flatten())
-    return rows.view(B, -1, K, D)[:, :key_len].transpose(1, 2)
+def _gather(cache, blocks, key_len):
+    """cache (N, block, K, D), blocks (B, key_len / block, rounded up) -> (B, K, key_len, D)."""
+    rows = cache.flatten(1).index_select(0, blocks.flatten())
+    return rows.view(len(blocks), -1, *cache.shape[2:])[:, :key_len].transpose(1, 2)
 
 
-def _attend_rows(q, k_cache, v_cache, block_tables, context_lens, scale, key_len):
-    """q (n, H, D), block_tables (n or 1, M), contexts (n,) in (key_len - 64, key_len] -> (n, H, D).
+def _blocks_and_mask(block_tables, context_lens, key_len, block):
+    """block_tables (B, M), context_lens (n,) -> blocks of the keys, past a table its last again;
+    mask (n, 1, 1, key_len): -inf outside of the context."""
+    columns = torch.arange(-(-key_len // block), device=block_tables.device)
+    blocks = block_tables[:, columns.clamp_(max=block_tables.shape[1] - 1)].clamp_(min=0)
+    outside = torch.arange(key_len, device=blocks.device) >= context_lens[:, None, None, None]
+    mask = torch.zeros(outside.shape, device=blocks.device).masked_fill_(outside, -torch.inf)
+    return blocks, mask
+
+
+def _attend_rows(q, k_cache, v_cache, blocks, mask, scale):
+    """q (n, H, D), blocks of all rows or of one for all, mask (n, 1, 1, key_len) -> (n, H, D).
     A row is a batch entry with G queries a KV head: no bit of it depends on n."""
-    (n, H, D), K = q.shape, k_cache.shape[2]
-    k, v = (_gather(x, block_tables, key_len).expand(n, -1, -1, -1) for x in (k_cache, v_cache))
-    mask = torch.arange(key_len, device=q.device) < context_lens[:, None, None, None]
+    (n, H, D), K, key_len = q.shape, k_cache.shape[2], mask.shape[-1]
+    k, v = (_gather(x, blocks, key_len).expand(n, -1, -1, -1) for x in (k_cache, v_cache))
+    mask = mask.to(q.dtype)
     out = F.scaled_dot_product_attention(q.reshape(n, K, H // K, D), k, v, mask, scale=scale)
     return out.reshape(n, H, D)
+
+
+@functools.lru_cache(maxsize=1)  # tensors compare by identity: one step's layers share the work
+def _rows_by_length(block_tables, context_lens, block):
+    """[(rows of one rounded key length, their blocks, mask)]. Subtle: a step brings new tensors; one
+    changed in place would not be noticed."""
+    lens, groups = (context_lens + KEY_MULTIPLE - 1) // KEY_MULTIPLE * KEY_MULTIPLE, []
+    for key_len in filter(None, lens.unique().tolist()):
+        for rows in (lens == key_len).nonzero().flatten().split(max(1, GATHER_CHUNK // key_len)):
+            where = _blocks_and_mask(block_tables[rows], context_lens[rows], key_len, block)
+            groups.append((rows, *where))
+    return groups
 
 
 def paged_decode_attention_reference(q, k_cache, v_cache, block_tables, context_lens, scale):
     """softmax(scale q K^T) V over the context; rows of one rounded key length go together."""
     out = torch.zeros_like(q)
-    lens = (context_lens + KEY_MULTIPLE - 1) // KEY_MULTIPLE * KEY_MULTIPLE
-    for key_len in filter(None, lens.unique().tolist()):
-        for rows in (lens == key_len).nonzero().flatten().split(max(1, GATHER_CHUNK // key_len)):
-            out[rows] = _attend_rows(q[rows], k_cache, v_cache, block_tables[rows],
-                                     context_lens[rows], scale, key_len)
+    for rows, *where in _rows_by_length(block_tables, context_lens, k_cache.shape[1]):
+        out[rows] = _attend_rows(q[rows], k_cache, v_cache, *where, scale)
     return out
 
 
@@ -344,8 +368,9 @@ def paged_prefill_attention_reference(q, k_cache, v_cache, cu_seqlens, context_l
             key_len = (first // KEY_MULTIPLE + 1) * KEY_MULTIPLE
             n = min(key_len - first, end - start)
             lens = torch.arange(first + 1, first + n + 1, device=q.device)
-            out[start : start + n] = _attend_rows(q[start : start + n], k_cache, v_cache,
-                                                  block_tables[s : s + 1], lens, scale, key_len)
+            where = _blocks_and_mask(block_tables[s : s + 1], lens, key_len, k_cache.shape[1])
+            rows = slice(start, start + n)
+            out[rows] = _attend_rows(q[rows], k_cache, v_cache, *where, scale)
             start += n
     return out
 
@@ -486,8 +511,9 @@ def sample_reference(logits, keys, positions, temperature):
     """argmin E / p, as argmax log p - log E: token v wins with probability p_v exactly."""
     greedy = temperature == 0
     logprobs = (logits / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(-1)
-    score = logprobs - noise_reference(keys, positions, logits.shape[-1]).log_()
-    if greedy.any():
+    score = logits
+    if not greedy.all():
+        score = logprobs - noise_reference(keys, positions, logits.shape[-1]).log_()
         score = torch.where(greedy[:, None], logits, score)
     tokens = score.argmax(-1)
     entropies = -(logprobs.exp() * logprobs.clamp(min=-1e30)).sum(-1)  # 0 log 0 = 0
