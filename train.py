@@ -98,7 +98,7 @@ class Config:
     wall_seconds: float = 1200.0  # a rollout older than this is cut and counted
     max_calls: int = 8  # a turn
     policy: str = "expected"  # scheduler: static | static_groups | capacity | expected
-    group_chunk: int = 4  # rollouts of a problem dealt to an engine in a row
+    group_chunk: int = 2  # rollouts of a problem dealt to an engine in a row
     cache_tokens: int = 0  # KV cache of an engine; 0 = what the GPU has left
     block_size: int = 16
     max_seqs: int = 512  # sequences in a decode step
