@@ -339,8 +339,8 @@ def _attend_rows(q, k_cache, v_cache, blocks, mask, scale):
 
 @functools.lru_cache(maxsize=1)  # tensors compare by identity: one step's layers share the work
 def _rows_by_length(block_tables, context_lens, block):
-    """[(rows of one rounded key length, their blocks, mask)]. Subtle: a step brings new tensors; one
-    changed in place would not be noticed."""
+    """[(rows of one rounded key length, their blocks, mask)]. Subtle: a step brings new tensors;
+    one changed in place would not be noticed."""
     lens, groups = (context_lens + KEY_MULTIPLE - 1) // KEY_MULTIPLE * KEY_MULTIPLE, []
     for key_len in filter(None, lens.unique().tolist()):
         for rows in (lens == key_len).nonzero().flatten().split(max(1, GATHER_CHUNK // key_len)):
