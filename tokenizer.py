@@ -22,8 +22,7 @@ Rendering (paper section 2.1, figures 2-3). A trajectory is ChatML; mask 1 is wh
     ...</reason>\n<tool_call>\n{...}\n</tool_call><|im_end|>                the model              1
     \n                                                                      render_separator       0
     <|im_start|>user\n<tool_response>\n...\n</tool_response><|im_end|>\n    render_tool_responses  0
-    <|im_start|>assistant\n<reason>                                         render_forced_prefix   0
-    ...</reason>\n<answer>\boxed{42}</answer><|im_end|>                     the model              1
+    forced prefix and model again, until ...\boxed{42}</answer><|im_end|>
 
 A rollout appends these pieces as they come and `render_conversation` (SFT) joins the very same
 calls: equal text, equal ids. What stands between two control tokens is encoded in one go with
@@ -56,10 +55,12 @@ QWEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-QWEN_WORDS = {"type": "Split", "pattern": {"Regex": QWEN_PATTERN}}
-QWEN_WORDS |= {"behavior": "Isolated", "invert": False}
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
-BYTE_LEVEL |= {"trim_offsets": True}  # offsets are not kept here, so either value will do
+QWEN_WORDS = {
+    "type": "Split", "pattern": {"Regex": QWEN_PATTERN}, "behavior": "Isolated", "invert": False,
+}  # fmt: skip
+BYTE_LEVEL = {  # offsets are not kept here, so either value of trim_offsets will do
+    "type": "ByteLevel", "add_prefix_space": False, "use_regex": False, "trim_offsets": True,
+}  # fmt: skip
 PRE_TOKENIZERS = {"none": [BYTE_LEVEL], "qwen": [QWEN_WORDS, BYTE_LEVEL]}
 SUPPORTED = {  # fields of a tokenizer.json; with another value the ids would silently be others
     "truncation": (None,), "padding": (None,), "normalizer": (None, {"type": "NFC"}),
@@ -98,10 +99,9 @@ class Tokenizer:
         plain = {*self.byte_ids, *(id for _, id in self.merges.values())}
         unsafe = [token for token in special if added[token] in plain]
         require(not unsafe, f"added_tokens {unsafe} are special, but plain text can make them")
-        self.id_to_bytes = {
-            id: token.translate(TO_LATIN1).encode("latin-1", "replace")
-            for token, id in vocab.items()
-        } | {id: content.encode() for content, id in added.items()}
+        in_bytes = lambda token: token.translate(TO_LATIN1).encode("latin-1", "replace")
+        self.id_to_bytes = {id: in_bytes(token) for token, id in vocab.items()}
+        self.id_to_bytes |= {id: content.encode() for content, id in added.items()}
         self.im_start, self.im_end = added["<|im_start|>"], added["<|im_end|>"]
         self.patterns = {True: any_of(added), False: any_of(added.keys() - self.special)}
         self.words = {}  # word -> ids
@@ -187,12 +187,12 @@ class Tokenizer:
         tokens = {id: token for token, id in self.vocab.items()}
         merges = [f"{tokens[a]} {tokens[b]}" for a, b in sorted(self.merges, key=self.merges.get)]
         flags = dict.fromkeys(FLAGS, False)
+        added = [
+            {"id": id, "content": content, "special": content in self.special, **flags}
+            for content, id in self.added.items()
+        ]
         spec = {
-            "version": "1.0", "truncation": None, "padding": None,
-            "added_tokens": [
-                {"id": id, "content": content, "special": content in self.special, **flags}
-                for content, id in self.added.items()
-            ],
+            "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
             "normalizer": self.normalizer,
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[self.split]},
             "post_processor": None, "decoder": BYTE_LEVEL,
@@ -255,13 +255,12 @@ def learn_merges(words: dict[str, int], vocab_size: int) -> tuple[dict, list[tup
             continue  # counted again since
         changes = Counter()
         for i in places.pop(pair):
-            old, new = sequences[i], replace_pair(sequences[i], pair)
-            for changed in zip(old, old[1:]):
+            for changed in zip(sequences[i], sequences[i][1:]):
                 changes[changed] -= counts[i]
-            for changed in zip(new, new[1:]):
+            sequences[i] = replace_pair(sequences[i], pair)
+            for changed in zip(sequences[i], sequences[i][1:]):
                 changes[changed] += counts[i]
                 places[changed].add(i)
-            sequences[i] = new
         merges.append(pair)
         vocab["".join(pair)] = len(vocab)
         for changed, change in changes.items():
@@ -357,7 +356,7 @@ def render_prompt(tok, question: str, system_text=SYSTEM_TEXT, tools=(PYTHON_TOO
 def render_system(tok, system_text: str | None, tools=()) -> list[int]:
     signatures = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     tools_text = TOOLS_TEXT.replace("{signatures}", signatures) if tools else ""
-    text = "\n\n".join(part for part in (system_text, tools_text) if part)
+    text = "\n\n".join(filter(None, (system_text, tools_text)))
     return render_message(tok, "system", text) if text else []
 
 
@@ -382,9 +381,9 @@ def render_tool_responses(tok, texts: list[str]) -> list[int]:
 
 
 def tool_response_text(result, traceback_lines: int | None = None, max_chars: int = 2000) -> str:
-    """What the model reads of a result (fields status, stdout, stderr): output, or a note that
-    there is none; output and traceback; a note that a limit stopped it, without the output, which
-    depends on the machine's speed. Addresses in a repr differ from run to run and are blanked."""
+    """What the model reads of a result: output, or a note that there is none; output and traceback;
+    a note that a limit stopped it, without the output, which depends on the machine's speed.
+    Addresses in a repr differ from run to run and are blanked."""
     stdout, stderr = result.stdout.rstrip("\n"), result.stderr.rstrip("\n")
     if result.status == "error" and traceback_lines:
         stderr = "\n".join(stderr.split("\n")[-traceback_lines:])
@@ -398,7 +397,7 @@ def tool_response_text(result, traceback_lines: int | None = None, max_chars: in
     return f"{text[:head]}\n... {tail - head} characters left out ...\n{text[tail:]}"
 
 
-def render_conversation(tok, messages, system_text=None, tools=(), prefix="<reason>"):
+def render_conversation(tok, messages, system_text=None, tools=()):
     """[{"role": "user", "content": "2+2?"}, {"role": "assistant", ...}] -> (ids, loss_mask).
 
     An assistant's content is what follows the forced prefix, verbatim; tool messages in a row are
@@ -416,15 +415,7 @@ def render_conversation(tok, messages, system_text=None, tools=(), prefix="<reas
             require(role == "assistant", f"a message has role {role!r}")
             for content in contents:
                 written = tok.encode(content, special=False) + [tok.im_end]
-                pieces += [(render_forced_prefix(tok, prefix), 0), (written, 1)]
-                pieces.append((render_separator(tok), 0))
+                pieces += [(render_forced_prefix(tok), 0), (written, 1), (render_separator(tok), 0)]
     if messages and messages[-1]["role"] == "assistant":
         pieces.pop()  # a rollout ends at <|im_end|>
     return [id for ids, _ in pieces for id in ids], [mask for ids, mask in pieces for _ in ids]
-
-
-def render_chat(tok, messages: list[dict], system_text=None, tools=()) -> list[int]:
-    """ChatML as a model's own template has it, up to the generation prompt, for the evaluation of
-    models that were trained elsewhere; messages end with the user or a tool."""
-    token_ids, _ = render_conversation(tok, messages, system_text, tools, prefix="")
-    return token_ids + render_forced_prefix(tok, prefix="")

@@ -14,7 +14,6 @@ from tokenizer import (
     USER_TEMPLATE,
     Tokenizer,
     learn_merges,
-    render_chat,
     render_conversation,
     render_forced_prefix,
     render_prompt,
@@ -599,11 +598,9 @@ def test_an_unknown_role_is_refused(toy):
 def test_golden_chat_form_of_other_models(toy):
     """No forced prefix; Qwen's own # Tools form, with and without a system text before it."""
     tools = PROMPT[PROMPT.index("# Tools") : PROMPT.index("<|im_start|>user")]
-    ids = render_chat(toy, [{"role": "user", "content": "2+2?"}], tools=(PYTHON_TOOL,))
+    ids = render_prompt(toy, "2+2?", None, (PYTHON_TOOL,)) + render_forced_prefix(toy, "")
     expected = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
     assert toy.decode(ids) == f"<|im_start|>system\n{tools}{expected}"
-    ids = render_chat(toy, MESSAGES[:7])
-    expected = CONVERSATION.replace("assistant\n<reason>", "assistant\n")
-    expected = expected.replace("[", "").replace("]", "")
-    assert toy.decode(ids) == expected[: expected.index("\nSo 4")]
+    ids = render_prompt(toy, "2+2?", "Answer.", ()) + render_forced_prefix(toy, "")
+    assert toy.decode(ids) == f"<|im_start|>system\nAnswer.<|im_end|>\n{expected}"
     assert SYSTEM_TEXT in PROMPT
