@@ -546,8 +546,9 @@ def main() -> None:
     stream, times = tok.stream(), [time.monotonic()]
     while engine.has_runnable():
         engine.step()
-        print(stream.push(engine.generated(0)[-1]), end="", flush=True)
-        times.append(time.monotonic())
+        for token_id in engine.generated(0)[len(times) - 1 :]:  # none yet after a chunk of prefill
+            print(stream.push(token_id), end="", flush=True)
+            times.append(time.monotonic())
     first, rest, n = times[1] - times[0], times[-1] - times[1], len(times) - 1
     print(f"\n\n{len(prompt)} prompt tokens, the first new one after {first:.2f} s")
     print(f"{n} new tokens, {(n - 1) / max(rest, 1e-9):.1f} a second after the first")

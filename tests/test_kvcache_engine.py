@@ -502,15 +502,18 @@ def test_release_and_regrow_go_on_where_it_was():
 def test_command_line_streams_a_continuation(tmp_path):
     tok = Tokenizer.train(["What is 3 + 4? It is 7. " * 20], vocab_size=300)
     tok.save(tmp_path / "tokenizer.json")
-    config = ModelConfig(tok.vocab_size, 32, 2, 4, 2, 8, 48, max_positions=512)
+    config = ModelConfig(tok.vocab_size, 32, 2, 4, 2, 8, 48, max_positions=4096)
     save_model(tiny_model(0, config), config, tmp_path)
+    assert 2048 < len(tok.encode("What is" * 1000)) < 4000
     script = Path(__file__).parent.parent / "kvcache_engine.py"
     command = [sys.executable, str(script), "--device", "cpu", "--max-tokens", "12", "--prompt"]
-    result = subprocess.run(
-        [*command, "What is", "--model", str(tmp_path)], capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    assert "new tokens" in result.stdout and "a second" in result.stdout
+    for prompt in ("What is", "What is" * 1000):  # the second is prefilled in two steps
+        result = subprocess.run(
+            [*command, prompt, "--model", str(tmp_path)], capture_output=True, text=True
+        )
+        assert result.returncode == 0, result.stderr
+        assert "new tokens" in result.stdout and "a second" in result.stdout
+
 
 def test_command_line_says_what_is_missing(tmp_path, monkeypatch):
     argv = ["kvcache_engine.py", "--prompt", "x", "--model", str(tmp_path / "none")]
