@@ -122,10 +122,9 @@ class Trajectory:
     def from_json(row: dict) -> Trajectory:
         problem, segments = Problem(**row["problem"]), [tuple(s) for s in row["segments"]]
         calls = [ToolCall(**c) for c in row["tool_calls"]]
-        row = row | dict(problem=problem, segments=segments, tool_calls=calls)
-        trajectory = Trajectory(**row)
-        trajectory.check()
-        return trajectory
+        t = Trajectory(**row | dict(problem=problem, segments=segments, tool_calls=calls))
+        t.check()
+        return t
 
     def summary(self, rank: int = 0) -> Summary:
         return Summary(

@@ -6,10 +6,10 @@ Glaive v2 101K (function calls), Magicoder 48K (each solution becomes a JSON cal
 Llama-Nemotron 27K (chat; rewritten by another model in the paper, which is not done here). The
 converters bring their shapes into the one protocol of `tokenizer.render_*`: text beside a call goes
 into <reason>, any other answer into <answer>, signatures of other tools into the system text.
-A broken conversation is skipped and counted by cause.
 
 Loss is on what the assistant wrote, in every turn, <|im_end|> included; not on tool responses, nor
-on assistant turns that are examples inside a prompt. It is a sum over tokens / one denominator.
+on assistant turns that are examples inside a prompt. It is a sum over tokens / one denominator for
+all ranks and micro-batches. A broken conversation is skipped and counted by cause.
 
     python sft.py --preset toy                                               two minutes on a CPU
     torchrun --nproc-per-node 8 sft.py --preset qwen3-14b --init Qwen3-14B-Base \\
@@ -167,8 +167,9 @@ def make_optimizer(model, cfg):
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant",
          "gpt": "assistant", "function_call": "assistant", "tool": "tool", "observation": "tool",
          "function": "tool", "function response": "tool"}  # fmt: skip
-PAIRS = (("problem", "solution"), ("instruction", "response"), ("instruction", "output"),
-         ("prompt", "response"), ("prompt", "completion"), ("input", "output"))  # fmt: skip
+PAIRS = (  # fields of a question and its answer
+    ("problem", "solution"), ("instruction", "response"), ("instruction", "output"),
+    ("prompt", "response"), ("prompt", "completion"), ("input", "output"))  # fmt: skip
 SPEAKER = r"(USER|ASSISTANT|FUNCTION RESPONSE):"
 GLAIVE = re.compile(rf"{SPEAKER}\s*(.*?)\s*(?=\n\s*{SPEAKER}|\Z)", re.DOTALL)
 BRACKETS = re.compile(r"\[\s*[^\[\](){}\"]+\(.*\)\s*\]", re.DOTALL)
