@@ -8,21 +8,20 @@ A sequence is its token_ids and num_computed: how many of them, from the first, 
 cache. Prefill, decode, a tool's response, recomputing after a preemption: all are "compute what is
 missing", and a sequence with nothing missing samples its next token. Its life, and who does what:
 
-    arrive    Engine.add           it is runnable; a request that can never fit is refused
-    share     BlockManager.share   the longest cached prefix: full blocks get one more reference.
-                                   While an older sequence computes its next block, it waits a step
-                                   and finds it then: 32 rollouts, one prefill
-              .copy_partial        a block that begins as it goes on is copied (copy on write)
-    prefill   Engine.plan          chunks of what is missing, under the token budget of a step
-              .remember            computed blocks become findable
-    decode    Engine.plan          one token is missing: the one sampled in the step before
-    stop      Engine.append        stop token or length limit: step() returns a Turn; while its tool
-                                   runs the sequence is paused and keeps its blocks
-    extend    Engine.extend        only the tool's tokens and the last sampled one are missing
-    preempt   Engine.drop          memory is short: paused sequences lose their blocks first, then
-                                   the youngest runnable ones; later they share and prefill again
-    finish    Engine.finish        a block without references stays findable until BlockManager.grow
-                                   takes it for something else, least recently used first
+    arrive   Engine.add          it is runnable; a request that can never fit is refused
+    share    BlockManager.share  the longest cached prefix: full blocks get one more reference. It
+                                 waits while an older one computes it: 32 rollouts, one prefill
+             .copy_partial       a block that begins as it goes on is copied (copy on write)
+    prefill  Engine.plan         chunks of what is missing, under the token budget of a step
+             .remember           computed blocks become findable
+    decode   Engine.plan         one token is missing: the one sampled in the step before
+    stop     Engine.append       stop token or length limit: step() returns a Turn; while its tool
+                                 runs the sequence is paused and keeps its blocks
+    extend   Engine.extend       only the tool's tokens and the last sampled one are missing
+    preempt  Engine.drop         memory is short: paused sequences lose their blocks first, then the
+                                 youngest runnable ones; later they share and prefill again
+    finish   Engine.finish       a block without references stays findable until BlockManager.grow
+                                 takes it for something else, least recently used first
 
 Noise is a function of (noise_key, position), and on a CPU the bits of a row depend on its own
 sequence alone (kernels.py has the rule): a rollout comes out the same alone, among others, after
@@ -456,8 +455,7 @@ class Engine:
             seq.entropies.append(entropy)
             stopped = token_id in seq.stop_ids
             if stopped or len(seq.token_ids) == seq.limit:
-                reason = "stop" if stopped else "length"
-                sampled = seq.token_ids[seq.turn_start :]
+                reason, sampled = "stop" if stopped else "length", self.generated(seq.id)
                 turns.append(Turn(seq.id, sampled, seq.logprobs, seq.entropies, reason))
                 seq.logprobs, seq.entropies = [], []
                 self.paused[seq.id] = self.runnable.pop(seq.id)
@@ -483,9 +481,9 @@ class Engine:
         masks is multiplied by 0, and 0 * NaN is NaN."""
         config, dtype = self.model.config, next(self.model.parameters()).dtype
         shape = self.num_blocks, self.block_size, config.num_kv_heads, config.head_dim
-        layers = range(config.num_layers)
-        self.k_cache = [torch.zeros(shape, dtype=dtype, device=self.device) for _ in layers]
-        self.v_cache = [torch.zeros(shape, dtype=dtype, device=self.device) for _ in layers]
+        zeros = lambda: torch.zeros(shape, dtype=dtype, device=self.device)
+        self.k_cache = [zeros() for _ in range(config.num_layers)]
+        self.v_cache = [zeros() for _ in range(config.num_layers)]
 
     @torch.no_grad()
     def update_weights(self, named_tensors) -> None:
@@ -506,8 +504,7 @@ def blocks_that_fit(model: Model, memory_share: float = 0.9, **engine_args) -> i
     engine = Engine(model, num_blocks=4096, **engine_args)
     num_seqs = min(engine.max_num_seqs, engine.max_batch_tokens)
     for i in range(num_seqs):
-        prompt = [i] * (engine.max_batch_tokens // num_seqs)
-        engine.add(i, prompt, max_new_tokens=1, noise_key=i)
+        engine.add(i, [i] * (engine.max_batch_tokens // num_seqs), max_new_tokens=1, noise_key=i)
     torch.cuda.reset_peak_memory_stats(engine.device)
     engine.step()
     free, total = torch.cuda.mem_get_info(engine.device)
