@@ -76,19 +76,17 @@ class Config:
 
 
 # A mean per batch would weigh short toy traces more: the share without a call grew to 73 %.
-PRESETS = {
-    "qwen3-14b": {},
-    "toy": dict(dtype="float32", lr=3e-3, epochs=1, batch_size=16, warmup=0.05, schedule="linear",
-                final_lr=0.05, loss_tokens=720.0, shuffle=False, pool=16),
-}  # fmt: skip
+PRESETS = {"qwen3-14b": {}, "toy": dict(
+    dtype="float32", lr=3e-3, epochs=1, batch_size=16, warmup=0.05, schedule="linear",
+    final_lr=0.05, loss_tokens=720.0, shuffle=False, pool=16,
+)}  # fmt: skip
 
 # ---- training ----
 
 
 def sft(model, optimizer, documents, cfg, *, rank=0, world=1, start=0, device="cpu", on_step=None):
-    """Trains on documents [(token_ids, loss_mask), ...], all of them known to every rank, which
-    runs its share of each step. start: first step, when continuing. on_step(step, metrics) is
-    called after each. Returns the metrics of all steps."""
+    """Trains on documents [(token_ids, loss_mask), ...], known to every rank, which runs its share
+    of each step from `start` on; then on_step(step, metrics). Returns the metrics of all steps."""
     plan = plan_steps([len(ids) for ids, _ in documents], cfg)
     model.train()
     history = []
