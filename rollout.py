@@ -160,8 +160,7 @@ class Running:
 
     trajectory: Trajectory
     started: float
-    calls: list[ToolCall] = field(default_factory=list)  # of the turn whose answers are awaited
-    waiting: dict = field(default_factory=dict)  # handle -> index into calls
+    waiting: dict = field(default_factory=dict)  # handle -> ToolCall without an answer
     check: object = None  # handle of the answer check
 
 
@@ -285,9 +284,8 @@ class Loop:
             poll.register(self.box.fileno(), select.POLLIN)
             poll.poll(500)  # milliseconds
             self.stats.tool_wait_seconds += time.monotonic() - at
-        if self.owner:
-            for handle in self.box.ready():
-                self.answered(handle)
+        for handle in self.box.ready() if self.owner else ():
+            self.answered(handle)
         self.cut_overdue()
 
     def end_of_turn(self, turn) -> None:
@@ -302,26 +300,26 @@ class Loop:
         calls = parse_tool_calls(text)
         if not calls or t.num_turns >= cfg.max_turns:
             return self.end(seq_id, "turns" if calls else "stopped")
-        run.calls = [self.hand_out(seq_id, i, call) for i, call in enumerate(calls)]
+        for index, call in enumerate(calls):
+            self.hand_out(seq_id, index, call)
         if not run.waiting:
             self.respond(seq_id)
 
-    def hand_out(self, seq_id: int, index: int, call: ParsedCall) -> ToolCall:
-        """Submits a call, or answers it at once if it cannot run."""
-        run = self.running[seq_id]
-        record = ToolCall(run.trajectory.num_turns - 1, call.name, call.raw, "", "malformed")
-        record.stderr = call.error
+    def hand_out(self, seq_id: int, index: int, call: ParsedCall) -> None:
+        """Records a call of the turn and submits it, or answers it at once if it cannot run."""
+        run, most = self.running[seq_id], self.cfg.max_calls
+        turn = run.trajectory.num_turns - 1
+        record = ToolCall(turn, call.name, call.raw, "", "malformed", stderr=call.error)
+        run.trajectory.tool_calls.append(record)
         self.stats.tool_calls += 1
-        if index >= self.cfg.max_calls:
+        if index >= most:
             record.status = "refused"
-            record.stderr = f"RuntimeError: at most {self.cfg.max_calls} tool calls in a turn"
+            record.stderr = f"RuntimeError: at most {most} tool calls in a turn"
         elif not call.error:
             record.code, record.input = call.arguments["code"], call.arguments.get("input", "")
             record.status = "lost"  # until the sandbox has answered
             handle = TOOLS[call.name][1](self.box, call.arguments, self.cfg.tool_seconds)
-            run.waiting[handle] = index
-            self.owner[handle] = seq_id
-        return record
+            run.waiting[handle], self.owner[handle] = record, seq_id
 
     def answered(self, handle) -> None:
         """A tool call or an answer check came back; what a cut rollout asked for is dropped."""
@@ -333,7 +331,7 @@ class Loop:
         if handle == run.check:
             self.stats.checks_failed += result.status != "ok"
             return self.score(seq_id, result.status == "ok" and result.stdout.strip() == "1")
-        call = run.calls[run.waiting.pop(handle)]
+        call = run.waiting.pop(handle)
         call.status, call.stdout, call.stderr = result.status, result.stdout, result.stderr
         call.seconds = result.cpu_seconds
         self.stats.lost_calls += call.status == "lost"
@@ -342,10 +340,9 @@ class Loop:
 
     def respond(self, seq_id: int) -> None:
         """All calls of the turn are answered: append the responses, go on with the next turn."""
-        run, cfg = self.running[seq_id], self.cfg
-        calls, run.calls, t = run.calls, [], run.trajectory
-        t.tool_calls += calls
+        t, cfg = self.running[seq_id].trajectory, self.cfg
         limits = cfg.traceback_lines, cfg.max_tool_chars
+        calls = [c for c in t.tool_calls if c.turn == t.num_turns - 1]
         texts = [tokenizer.tool_response_text(call, *limits) for call in calls]
         response = tokenizer.render_tool_responses(self.tok, texts)
         new_ids = self.separator + response + self.forced
@@ -390,12 +387,11 @@ class Loop:
         limit = time.monotonic() - self.cfg.wall_seconds
         for seq_id, run in [(s, r) for s, r in self.running.items() if r.started < limit]:
             self.stats.wall_cut += 1
-            if run.check is not None:  # the rollout has ended, its check has not: counts as wrong
+            if run.check is None:
+                self.end(seq_id, "wall")  # calls without an answer have status lost
+            else:  # the rollout has ended, its check has not: counts as wrong
                 self.stats.checks_failed += 1
                 self.score(seq_id, False)
-            else:
-                run.trajectory.tool_calls += run.calls  # without an answer: status lost
-                self.end(seq_id, "wall")
 
 
 def model_config(chat: bool, **given) -> RolloutConfig:
@@ -426,7 +422,7 @@ def live_printer(tok: Tokenizer, colour: bool):
         nonlocal printed, last
         kinds = [kind for start, end, kind in t.segments for _ in range(start, end)]
         kinds += ["model"] * len(generated)
-        for token_id, kind in list(zip(t.token_ids + generated, kinds))[printed:]:
+        for token_id, kind in [*zip(t.token_ids + generated, kinds)][printed:]:
             if colour and kind != last:
                 print(f"\033[0;{COLOURS[kind]}m", end="")
             print(stream.push(token_id).translate(CONTROLS), end="", flush=True)
