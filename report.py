@@ -54,19 +54,17 @@ body{margin:0 auto;max-width:1180px;padding:28px 20px 60px;background:var(--bg);
 font:15px/1.5 system-ui,sans-serif}
 h1{font-size:26px;margin:0}h2{font-size:18px;margin:34px 0 10px}p{margin:4px 0}
 .soft{color:var(--soft)}.tiles{display:flex;flex-wrap:wrap;gap:12px;margin:18px 0}
-.tile{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:10px 16px}
-.tile b{display:block;font-size:24px;font-weight:600}
+.tile,.chart,details{background:var(--card);border:1px solid var(--line);border-radius:10px}
+.tile{padding:10px 16px}.tile b{display:block;font-size:24px;font-weight:600}
 .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(270px,1fr));gap:14px}
-.chart{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:10px 12px}
-.chart b{font-size:14px}.chart .soft{font-size:12px;line-height:1.3;min-height:32px}
-svg{width:100%;height:auto;display:block}svg text{fill:var(--soft);font-size:10px}
+.chart{padding:10px 12px}.chart b{font-size:14px}
+.chart .soft{font-size:12px;line-height:1.3;min-height:32px}
 table{border-collapse:collapse;background:var(--card)}
+svg{width:100%;height:auto;display:block}svg text{fill:var(--soft);font-size:10px}
 td,th{border:1px solid var(--line);padding:5px 12px;text-align:right;font-size:14px}
 td:first-child,th:first-child{text-align:left}
 .bar{display:flex;height:20px;border-radius:6px;overflow:hidden;margin:8px 0}
-.bar span{display:block}
-details{background:var(--card);border:1px solid var(--line);border-radius:8px;margin:6px 0;
-padding:6px 12px}summary{cursor:pointer}
+.bar span{display:block}details{margin:6px 0;padding:6px 12px}summary{cursor:pointer}
 .tag{border-radius:5px;padding:1px 7px;font-size:12px;margin-right:5px;border:1px solid var(--line)}
 .right{color:var(--good)}.wrong{color:var(--bad)}.kept{border-color:var(--accent);color:var(--accent)}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.5 ui-monospace,monospace;margin:8px 0}
@@ -165,7 +163,7 @@ def seconds_bar(rows: list[dict]) -> str:
     )
     legend = ", ".join(
         f"<span style='color:hsl({hues[n]} 55% 50%)'>&#9632;</span> {escape(n)} {s:.0f} s"
-        for n, s in sorted(spent.items(), key=lambda kv: -kv[1])
+        for n, s in spent.most_common()
     )
     return f"<h2>Time of RL steps, {total:.0f} s</h2><div class=bar>{bars}</div><p>{legend}</p>"
 

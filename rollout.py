@@ -139,14 +139,14 @@ def check_call(value) -> str:
     if not isinstance(arguments, dict):
         return "TypeError: arguments must be a JSON object"
     parameters = TOOLS[value["name"]][0]["function"]["parameters"]
+    kinds = {name: p.get("type") for name, p in parameters["properties"].items()}
     for name in parameters.get("required", ()):
         if name not in arguments:
             return f"TypeError: the argument {name!r} is missing"
     for name, argument in arguments.items():
-        if name not in parameters["properties"]:
+        if name not in kinds:
             return f"TypeError: there is no argument {name!r}"
-        kind = parameters["properties"][name].get("type")
-        if kind == "string" and not isinstance(argument, str):
+        if kinds[name] == "string" and not isinstance(argument, str):
             return f"TypeError: the argument {name!r} must be a string"
     return ""
 
@@ -289,7 +289,7 @@ class Loop:
         self.cut_overdue()
 
     def end_of_turn(self, turn) -> None:
-        run, cfg, seq_id = self.running[turn.seq_id], self.cfg, turn.seq_id
+        seq_id, run = turn.seq_id, self.running[turn.seq_id]
         t = run.trajectory
         t.append(turn.token_ids, "model", turn.logprobs, turn.entropies)
         t.num_turns += 1
@@ -298,7 +298,7 @@ class Loop:
         if turn.stop_reason == "length":
             return self.end(seq_id, "length")
         calls = parse_tool_calls(text)
-        if not calls or t.num_turns >= cfg.max_turns:
+        if not calls or t.num_turns >= self.cfg.max_turns:
             return self.end(seq_id, "turns" if calls else "stopped")
         for index, call in enumerate(calls):
             self.hand_out(seq_id, index, call)
@@ -460,10 +460,10 @@ def main() -> None:
 
     torch.set_num_threads(1)
     try:
+        stranger = args.model, model_config(args.chat)
+        folder, cfg = settings_of_run(args.run) if args.run else stranger
         given = {"temperature": args.temperature, "max_tokens": args.max_tokens}
-        given = {k: v for k, v in given.items() if v is not None}
-        folder, cfg = settings_of_run(args.run) if args.run else (args.model, None)
-        cfg = replace(cfg, **given) if cfg else model_config(args.chat, **given)
+        cfg = replace(cfg, **{k: v for k, v in given.items() if v is not None})
         tok = Tokenizer.from_file(folder / "tokenizer.json")
         engine = engine_from_folder(folder, cache_tokens=cfg.max_tokens, device=args.device)
     except (OSError, ValueError) as e:
