@@ -23,13 +23,19 @@ import sys
 from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
+import torch
+import torch.distributed as dist
 from tqdm import tqdm
 
 from data import Problem, Summary, Trajectory, read_problems
+from kvcache_engine import engine_from_folder
 from reward import integer_verdict, is_equivalent
 from rollout import RolloutConfig, model_config, rollout, settings_of_run
+from sandbox import Sandbox
 from scheduler import RolloutQueue, queue_order
+from tokenizer import Tokenizer
 
 # ---- numbers ----
 
@@ -61,22 +67,18 @@ def score(summaries: list[Summary], labels: dict[str, str]) -> dict:
     shares = [sum(s.reward for s in rows) / len(rows) for rows in by_problem.values()]
     n, mean = len(shares), sum(shares) / len(shares)
     variance = sum((x - mean) ** 2 for x in shares) / max(n - 1, 1)
-    correct = [s for s in summaries if s.reward > 0.5]
-    count = len(summaries)
+    correct, count = [s for s in summaries if s.reward > 0.5], len(summaries)
+    average = lambda name: sum(getattr(s, name) for s in summaries) / count
     return {
-        "pass@1": mean,
-        "stderr": math.sqrt(variance / n),
+        "pass@1": mean, "stderr": math.sqrt(variance / n),
         "pass@k": sum(x > 0 for x in shares) / n,
         "maj@k": sum(map(majority_is_right, by_problem.values())) / n,
-        "problems": n,
-        "samples": count,
-        "errors_per_call": error_share(summaries),
-        "errors_per_call_correct": error_share(correct),
-        "calls": sum(s.num_calls for s in summaries) / count,
-        "length": sum(s.num_tokens for s in summaries) / count,
-        "turns": sum(s.num_turns for s in summaries) / count,
+        "problems": n, "samples": count,
+        "errors_per_call": error_share(summaries), "errors_per_call_correct": error_share(correct),
+        "calls": average("num_calls"), "length": average("num_tokens"),
+        "turns": average("num_turns"),
         "over_limit": sum(s.stop_reason in ("length", "wall") for s in summaries) / count,
-    }
+    }  # fmt: skip
 
 
 def error_share(summaries: list[Summary]) -> float:
@@ -89,27 +91,20 @@ def majority_is_right(rows: list[Summary]) -> bool:
     """The answer given most often (first seen wins a tie), by its text; no answer is no vote."""
     rows = sorted(rows, key=lambda s: s.rollout)
     votes = Counter(s.answer for s in rows if s.answer is not None)
-    if not votes:
-        return False
-    winner = votes.most_common(1)[0][0]
-    return next(s.reward for s in rows if s.answer == winner) > 0.5
+    [(winner, _)] = votes.most_common(1) or [(None, 0)]
+    return winner is not None and next(s.reward for s in rows if s.answer == winner) > 0.5
 
 
 def table(rows: list[tuple[str, dict]]) -> str:
     """The table at the end of a run: one row an evaluation."""
     head = ("", "pass@1", "errors/call", "of correct", "tokens", "turns", "over limit")
-    lines = [f"{head[0]:<14}" + "".join(f"{h:>15}" for h in head[1:])]
-    for name, r in rows:
-        cells = (
-            f"{r['pass@1']:.3f} +- {r['stderr']:.3f}",
-            f"{r['errors_per_call']:.3f}",
-            f"{r['errors_per_call_correct']:.3f}",
-            f"{r['length']:.1f}",
-            f"{r['turns']:.2f}",
-            f"{r['over_limit']:.3f}",
-        )
-        lines.append(f"{name:<14}" + "".join(f"{c:>15}" for c in cells))
-    return "\n".join(lines)
+    cells = lambda name, r: (
+        name, f"{r['pass@1']:.3f} +- {r['stderr']:.3f}", f"{r['errors_per_call']:.3f}",
+        f"{r['errors_per_call_correct']:.3f}", f"{r['length']:.1f}", f"{r['turns']:.2f}",
+        f"{r['over_limit']:.3f}",
+    )  # fmt: skip
+    line = lambda first, *rest: f"{first:<14}" + "".join(f"{c:>15}" for c in rest)
+    return "\n".join([line(*head), *(line(*cells(name, r)) for name, r in rows)])
 
 
 # ---- audit of stored traces ----
@@ -133,33 +128,24 @@ def read_traces(run: Path) -> list[dict]:
 def audit(run: Path, workers: int = 2) -> list[str]:
     """Every stored call run again by a fresh pool, every stored answer scored again; returns one
     sentence a difference. Calls whose status was `lost` or that never ran are not repeated."""
-    from sandbox import Sandbox
-
-    trajectories = [
-        Trajectory.from_json({k: v for k, v in row.items() if k in Trajectory.__annotations__})
-        for row in read_traces(run)
-    ]
+    known = lambda row: {k: v for k, v in row.items() if k in Trajectory.__annotations__}
+    trajectories = [Trajectory.from_json(known(row)) for row in read_traces(run)]
     config = run / "config.json"  # calls again have the CPU seconds that they had
     seconds = json.loads(config.read_text())["tool_seconds"] if config.is_file() else 4.0
     unsure = ("lost", "malformed", "refused")
     calls = [(t, c) for t in trajectories for c in t.tool_calls if c.status not in unsure]
-    differences = []
+    place, differences = lambda t: f"{t.problem.id} rollout {t.rollout} step {t.step}", []
     with Sandbox(workers=workers) as box:
         handles = [box.submit(c.code, c.input, seconds=seconds) for _, c in calls]
         for handle, (t, c) in tqdm(list(zip(handles, calls)), desc="calls"):
             r = box.result(handle)
             if (r.status, r.stdout, r.stderr) != (c.status, c.stdout, c.stderr):
-                differences.append(
-                    f"{t.problem.id} rollout {t.rollout} step {t.step} turn {c.turn}: call was"
-                    f" {c.status} {c.stdout[:60]!r}, is {r.status} {r.stdout[:60]!r}"
-                )
+                was, now = (f"{x.status} {x.stdout[:60]!r}" for x in (c, r))
+                differences.append(f"{place(t)} turn {c.turn}: call was {was}, is {now}")
     for t in tqdm(trajectories, desc="answers"):
-        again = float(verdict(t))
-        if again != t.reward:
-            differences.append(
-                f"{t.problem.id} rollout {t.rollout} step {t.step}: reward was {t.reward}, is"
-                f" {again} (answer {t.answer!r}, label {t.problem.answer!r})"
-            )
+        if (again := float(verdict(t))) != t.reward:
+            why = f"(answer {t.answer!r}, label {t.problem.answer!r})"
+            differences.append(f"{place(t)}: reward was {t.reward}, is {again} {why}")
     print(f"{len(calls)} calls and {len(trajectories)} answers again, {len(differences)} differ")
     return differences
 
@@ -177,10 +163,6 @@ def verdict(t: Trajectory) -> bool:
 def entropy_analysis(run: Path, count: int = 64, share: float = 0.2, seed: int = 0) -> str:
     """The share of tokens in code, in the turn after a tool response, and elsewhere that are among
     the top `share` by entropy of `count` random trajectories, and the tokens met most there."""
-    from random import Random
-
-    from tokenizer import Tokenizer
-
     rows = [r for r in read_traces(run) if sum(r["loss_mask"])]
     rows = Random(seed).sample(rows, min(count, len(rows)))
     tok = Tokenizer.from_file(settings_of_run(run)[0] / "tokenizer.json")
@@ -190,15 +172,11 @@ def entropy_analysis(run: Path, count: int = 64, share: float = 0.2, seed: int =
     lines = [f"{head}: H > {threshold:.3f}"]
     for kind in ("reasoning", "code", "after a tool response"):
         of_kind = [(h, text) for h, k, text in tokens if k == kind]
-        if not of_kind:
-            continue
-        high = [text for h, text in of_kind if h > threshold]
-        mean = sum(h for h, _ in of_kind) / len(of_kind)
-        common = ", ".join(f"{t!r} {n}" for t, n in Counter(high).most_common(8))
-        lines.append(
-            f"{kind:<22} mean entropy {mean:.3f}, {len(high) / len(of_kind):6.1%} in the top"
-            f" (of {len(of_kind)})   {common}"
-        )
+        if n := len(of_kind):
+            high = [text for h, text in of_kind if h > threshold]
+            common = ", ".join(f"{t!r} {times}" for t, times in Counter(high).most_common(8))
+            numbers = f"mean entropy {sum(h for h, _ in of_kind) / n:.3f}, {len(high) / n:6.1%}"
+            lines.append(f"{kind:<22} {numbers} in the top (of {n})   {common}")
     return "\n".join(lines)
 
 
@@ -209,12 +187,12 @@ def kinds_of_tokens(row: dict, tok) -> list[tuple[float, str, str]]:
         after_tool |= kind == "tool"
         if kind != "model":
             continue
-        written, depth = "", 0
+        written = ""
         for i in range(start, end):
             text = tok.decode([row["token_ids"][i]])
             written += text
-            depth = written.count("<tool_call>") - written.count("</tool_call>")
-            where = "code" if depth > 0 else "after a tool response" if after_tool else "reasoning"
+            in_call = written.count("<tool_call>") > written.count("</tool_call>")
+            where = "code" if in_call else "after a tool response" if after_tool else "reasoning"
             out.append((row["entropies"][i], where, text))
     return out
 
@@ -231,22 +209,13 @@ def write_samples(path: Path, problems: list[Problem], trajectories: list[Trajec
     with open(path, "w") as f:
         for p in problems:
             rows = sorted(by_problem[p.id], key=lambda t: t.rollout)
-            row = {
-                "id": p.id, "question": p.question, "answer": p.answer,
-                "samples": [t.answer for t in rows], "correct": [int(t.reward) for t in rows],
-            }  # fmt: skip
+            row = dict(id=p.id, question=p.question, answer=p.answer)
+            row |= dict(samples=[t.answer for t in rows], correct=[int(t.reward) for t in rows])
             f.write(json.dumps(row) + "\n")
 
 
 def evaluate_folder(args) -> None:
     """--model and --run: load, roll out, print the numbers, write the samples."""
-    import torch
-    import torch.distributed as dist
-
-    from kvcache_engine import engine_from_folder
-    from sandbox import Sandbox
-    from tokenizer import Tokenizer
-
     torch.set_num_threads(1)
     given = {k: getattr(args, k) for k in ("temperature", "top_p", "max_tokens", "max_turns")}
     given = {k: v for k, v in given.items() if v is not None}
@@ -257,10 +226,8 @@ def evaluate_folder(args) -> None:
     cache = args.cache_tokens or 4 * cfg.max_tokens
     engine = engine_from_folder(folder, cache_tokens=cache, device=args.device)
     with Sandbox(workers=args.workers) as box:
-        numbers, trajectories = evaluate(
-            engine, box, tok, problems, cfg, dist.HashStore(), "evaluation",
-            args.samples, args.seed, show="evaluation",
-        )  # fmt: skip
+        numbers, trajectories = evaluate(engine, box, tok, problems, cfg, dist.HashStore(), "once",
+                                         args.samples, args.seed, show="evaluation")  # fmt: skip
     print(table([(folder.name, numbers)]))
     print(f"maj@{args.samples} {numbers['maj@k']:.3f}  pass@{args.samples} {numbers['pass@k']:.3f}")
     if args.out:
@@ -269,9 +236,8 @@ def evaluate_folder(args) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", type=Path, help="a Qwen3 or Qwen2.5 folder (needs --data)")
     what.add_argument("--run", type=Path, help="a run folder: its model, its held-out problems")
