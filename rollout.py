@@ -265,9 +265,11 @@ class Loop:
         room = cfg.max_tokens - len(t.token_ids)
         if room < 1:  # the prompt alone is over the budget: truncated, whatever the model would say
             return self.end(seq_id, "length")
-        noise = noise_key(self.seed, self.step, problem.id, rollout_index)
+        # 63 bits from which the engine draws all noise of a rollout, with the token's position
+        digest = sha256(f"{self.seed}/{self.step}/{problem.id}/{rollout_index}".encode()).digest()
         self.engine.add(
-            seq_id, t.token_ids, max_new_tokens=room, noise_key=noise, stop_ids=(self.tok.im_end,),
+            seq_id, t.token_ids, max_new_tokens=room, stop_ids=(self.tok.im_end,),
+            noise_key=int.from_bytes(digest[:8], "big") >> 1,
             temperature=cfg.temperature, top_p=cfg.top_p,
         )  # fmt: skip
 
@@ -401,12 +403,6 @@ def model_config(chat: bool, **given) -> RolloutConfig:
     return RolloutConfig(**settings | {k: v for k, v in given.items() if v is not None})
 
 
-def noise_key(seed: int, step: int, problem_id: str, rollout_index: int) -> int:
-    """63 bits from which the engine draws all noise of one rollout (with the token's position)."""
-    digest = sha256(f"{seed}/{step}/{problem_id}/{rollout_index}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
-
-
 # ---- talk to a model ----
 
 COLOURS = {"prompt": "2", "forced": "90", "model": "32", "separator": "0", "tool": "36"}
@@ -480,7 +476,7 @@ def main() -> None:
     print(f"ended: {t.stop_reason}   turns: {t.num_turns}   tool calls: {calls}")
     print(f"tokens: {len(t.token_ids)}, of them {t.num_model_tokens} by the model")
     verdict = f", label {args.answer}: {'right' if t.reward else 'wrong'}" if args.answer else ""
-    print(f"answer: {t.answer}{verdict}")
+    print(f"answer: {str(t.answer).translate(CONTROLS)}{verdict}")
 
 
 if __name__ == "__main__":
