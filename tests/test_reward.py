@@ -200,10 +200,11 @@ x \in [-2,7] | x in [-2,7]
 x>3 | (3,\infty)
 (-\infty, 2) \cup (3, \infty) | x<2 \text{ or } x>3
 x \neq 3 | x != 3
-x \ne 3 | (-\infty,3)\cup(3,\infty)
+x \ne 3 | 3 \neq x
 \mathbb{R} | (-\infty,\infty)
-\mathbb{R} \setminus \{0\} | (-\infty,0) U (0,\infty)
-[0,1]\cup[1,2] | [0,2]
+(-\infty,0) \cup (0,\infty) | (0,\infty) U (-\infty,0)
+(0,9) \cup (9,36) | 9 < x < 36 or 0 < x < 9
+(1,2)\cup(3,4)\cup(5,6) | (5,6)\cup(1,2)\cup(3,4)
 (2,3)\cup(0,1) | (0,1)\cup(2,3)
 (3,4) | ( 3 , 4 )
 (1,\frac12) | (1, 0.5)
@@ -244,6 +245,11 @@ x = \pm 3 | -3, 3
 11 | 11th
 \sum_{k=1}^{n} k | \sum_{k=1}^n k
 5\pi | 5\pi \approx 15.7
+\frac{\sqrt3}{2} | \sqrt3\frac12
+\frac38 | \frac12\frac34
+864 \mbox{ inches}^2 | 864 square inches
+x=1, y=2 | 1,2
+\{((1,2),3),((1,2),4)\} | \{((1,2),4),((1,2),3)\}
 """
 
 WRONG = r"""
@@ -271,6 +277,7 @@ x > 3 | y > 3
 [0,1]\cup[2,3] | [0,3]
 (0,1)\cup(1,2) | (0,2)
 x<2 \text{ or } x>3 | x>2 \text{ and } x<3
+(-\infty,2)\cup(3,\infty) | x<2 \text{ and } x>3
 \mathbb{R} | x<3 \text{ and } x>2
 (3,4) | (4,3)
 (4,3) | (5,3)
@@ -318,6 +325,18 @@ x^2+2x+1 | x^2+2x
 \infty | -\infty
 \sum_{k=1}^{n} k | \sum_{k=1}^{m} k
 120 | 5!!
+720 | 3!!
+1.5 | 1 .5
+|x-5| | 5-x
+|x+5| | x+5
+\sqrt{(x-30)^2} | 30-x
+\lfloor x/10 \rfloor | \lfloor x/20 \rfloor
+15\text{ cm}^2 | 15 cm^3
+5 \text{ miles} | 5 miles per hour
+(1,4),(2,3) | (1,3),(2,4)
+(1,2) | (1,2),21
+\mathbb{R} | 1<2
+\{1,\{1,2\}\} | \{1,\{1,3\}\}
 """
 
 
@@ -347,7 +366,7 @@ x^2 \pi | x²π | \mathit{x}^2\pi | \vec{x}^2\pi | \hat x^2\pi
 x^2 \pi | \boldsymbol{x}^2\pi | \mathcal{x}^2\pi
 (a) | \big(a\big) | \Big(a\Big) | \bigg(a\bigg) | \Bigg(a\Bigg) | \left(a\right) | \angle a
 (a) | \bigl(a\bigr) | \Bigl(a\Bigr) | \triangle a | \overline{a} | {a}
-x \le 3 | x\leq3 | x⩽3 | x≤3 | x \lt 3 \text{ or } x=3
+x \le 3 | x\leq3 | x⩽3 | x≤3
 x > 3 | x \gt 3 | x \in (3,∞) | x∈(3,\infty)
 x \ge 3 | x\geq3 | x⩾3 | 3 \leq x
 a \mp b | a ∓ b | -b+a, a+b
