@@ -27,7 +27,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from hashlib import sha256
 from itertools import islice
@@ -244,8 +244,12 @@ WRAPPERS = re.compile(
 
 
 def read_problems(path) -> list[Problem]:
-    """All readable problems of a file; the rest is told on stderr, with line and cause."""
-    return [p for _, p in iter_problems(path, Counter())]
+    """All readable problems of a file; the rest is told on stderr, with line and cause. An id that
+    is there already gets the line as suffix: ids key the noise."""
+    found = {}
+    for line, p in iter_problems(path, Counter()):
+        found[f"{p.id}-line-{line}" if p.id in found else p.id] = p
+    return [replace(p, id=name) for name, p in found.items()]
 
 
 def iter_problems(path, skipped: Counter, start: int = 0) -> Iterator[tuple[int, Problem]]:
@@ -270,8 +274,9 @@ def iter_rows(path, start: int = 0) -> Iterator[tuple[int, object]]:
         yield from islice(enumerate(_parquet_rows(path), 1), start, None)
         return
     with open(path, "rb") as f:
-        is_list = f.peek(256)[:256].lstrip().startswith(b"[")
-        for line, row in islice(enumerate(json.load(f) if is_list else f, 1), start, None):
+        is_list = f.peek(256)[:256].lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")  # BOM
+        rows = read_json(f.read(), f"{path} begins as a JSON list but is not one") if is_list else f
+        for line, row in islice(enumerate(rows, 1), start, None):
             if not (isinstance(row, bytes) and row.isspace()):
                 yield line, row
 
@@ -280,10 +285,7 @@ def _parquet_rows(path):
     try:
         import pyarrow.parquet
     except ImportError:
-        raise OSError(
-            f"{path}: parquet needs pyarrow. pip install pyarrow, or, where pandas is, write JSON"
-            " lines: pandas.read_parquet(IN).to_json(OUT, orient='records', lines=True)"
-        ) from None
+        raise OSError(f"{path}: parquet needs pyarrow: pip install pyarrow") from None
     for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
         yield from batch.to_pylist()
 
@@ -293,16 +295,15 @@ def require(fine, cause: str) -> None:
         raise ValueError(cause)
 
 
-def read_json(text: str | bytes, cause: str):
+def read_json(value, cause: str):
     try:
-        return json.loads(text)
-    except ValueError:
+        return json.loads(value) if isinstance(value, (str, bytes)) else value
+    except (ValueError, RecursionError):
         raise ValueError(cause) from None
 
 
 def to_object(row) -> dict:
-    row = read_json(row, "not JSON") if isinstance(row, bytes) else row
-    require(isinstance(row, dict), "not an object")
+    require(isinstance(row := read_json(row, "not JSON"), dict), "not an object")
     return row
 
 
@@ -311,12 +312,13 @@ def to_problem(row, stem: str, line: int) -> Problem:
     row = to_object(row)
     question = last_user_text(next((row[k] for k in QUESTION_FIELDS if row.get(k)), None))
     require(question := WRAPPERS.sub("", question).strip(), "no question")
-    answer = next((row[k] for k in ANSWER_FIELDS if row.get(k) is not None), None)
-    if answer is None and isinstance(row.get("reward_model"), dict):  # DAPO
-        answer = row["reward_model"].get("ground_truth")
+    answers = [row.get(k) for k in ANSWER_FIELDS]
+    if isinstance(row.get("reward_model"), dict):  # DAPO
+        answers.append(row["reward_model"].get("ground_truth"))
+    require(answer := next(filter(None, map(answer_text, answers)), ""), "no answer")
     name, source = row.get("id", line), row.get("source") or row.get("data_source") or stem
     name = name if isinstance(name, str) else f"{stem}-{name}"
-    return Problem(name, question, answer_text(answer), str(source))
+    return Problem(name, question, answer, str(source))
 
 
 def last_user_text(prompt) -> str:
@@ -329,34 +331,34 @@ def last_user_text(prompt) -> str:
 
 
 def answer_text(answer) -> str:
-    """25 -> "25", 27.0 -> "27", GSM8K's "... #### 1,234" -> "1,234"."""
-    require(type(answer) in (str, int, float), "no answer")
+    """25 -> "25", 27.0 -> "27", GSM8K's "... #### 1,234" -> "1,234", what is no answer -> ""."""
     whole = isinstance(answer, float) and answer.is_integer()
-    text = str(int(answer) if whole else answer).rpartition("####")[2].strip()
-    require(text, "empty answer")
-    return text
+    text = str(int(answer) if whole else answer) if type(answer) in (str, int, float) else ""
+    return text.rpartition("####")[2].strip()
 
 
 # ---- filters ----
 
-INTEGER = re.compile(r"[-+]?(\d+|\d{1,3}((,|\\[!,]|\{,\})+\s?\d{3})+)")
+INTEGER = re.compile(r"[-+]?(?:\d{1,3}(?:(?:,|\\[!,]|\{,\})+\s?\d{3})+(?!\d)|\d+)")
 PARTS = re.compile(r"(?:^|\s)\((a|i|1)\)\s[\s\S]+\s\((b|ii|2)\)\s")
-SEVERAL = re.compile(r"(?i)[;=]|\b(and|or)\b|,(?!(\\[!,])?\s?\d{3}(?!\d))")
+SEVERAL = re.compile(r"(?i)[;=]|\b(and|or)\b|,(?![,\\!{}]*\s?\d{3}(?!\d))")
 ARGUMENT = re.compile(r"(?i)(?:^|[.,;:?!$]\s+)(?:then |now |and )?"
                       r"(prove|disprove|show|explain|justify|sketch)\b(?! me)")  # fmt: skip
 MARKED = re.compile(r"(?i)(?:####|\\boxed\s*\{|\banswers?\s*(?:is|are|:|=)|\bans\.?\s*[:=])"
-                    r"[\s$*({]*([-+]?\d[\d,]*)")  # fmt: skip
+                    rf"[\s$*({{]*({INTEGER.pattern})")  # fmt: skip
+# "$1,234$" -> "1234", what is no integer -> None
+integer = lambda text: INTEGER.fullmatch(text.strip("$ ")) and re.sub(r"[^-\d]", "", text)
 # Each says whether a problem p goes; f holds thresholds and what is known. Duplicates come last:
 # only what passed everything else is noted, so a run can be continued from its output alone.
 FILTERS = {
-    "integer": lambda p, f: not INTEGER.fullmatch(p.answer.strip("$ ")),  # paper, all sources
+    "integer": lambda p, f: not integer(p.answer),  # paper, all sources
     "huge": lambda p, f: sum(map(str.isdigit, p.answer)) > f.max_digits,  # paper, Project Euler
     "composite": lambda p, f: bool(PARTS.search(p.question) or SEVERAL.search(p.answer)),
     "unverifiable": lambda p, f: bool(ARGUMENT.search(p.question)),  # both: OpenMathReasoning
     "matched": lambda p, f: sum(f.samples.get(p.question, ())) < f.min_right,  # likewise
-    "solved": lambda p, f: all(f.samples.get(p.question, (0,))),  # paper, stage 3: 8 of 8
+    "solved": lambda p, f: all(f.samples.get(p.question) or (0,)),  # paper, stage 3: 8 of 8
     "overlap": lambda p, f: not f.grams.isdisjoint(grams(p.question, f.mask_numbers)),  # paper
-    "leak": lambda p, f: p.answer in MARKED.findall(p.question),  # ours: prints its own answer
+    "leak": lambda p, f: integer(p.answer) in map(integer, MARKED.findall(p.question)),  # ours
     "exact": lambda p, f: f.seen.get(near_key(p.question)) == digest(p.question),  # ours
     "near": lambda p, f: near_key(p.question) in f.seen,  # ours: case, spacing, punctuation
 }
@@ -410,8 +412,7 @@ def filter_files(paths, out, names, known: Known, config: dict, fresh: bool = Fa
         saved.unlink(missing_ok=True)
     elif saved.exists():
         state = json.loads(saved.read_text())
-        if state["config"] != config:
-            raise ValueError(f"{saved} is of a run with other arguments: give those, or --fresh")
+        require(state["config"] == config, f"{saved}: other arguments, give those or --fresh")
         os.truncate(part, state["bytes"])
         for _, p in iter_problems(part, Counter()):
             known.seen[near_key(p.question)] = digest(p.question)
@@ -451,13 +452,16 @@ def filter_command(args) -> None:
         raise ValueError("matched and solved need --samples FILE, which eval.py --out writes")
     if missing := [path for path in args.files if not Path(path).is_file()]:
         raise FileNotFoundError(f"{', '.join(missing)} not there: give .jsonl, .json or .parquet")
-    if args.out.exists() and not args.fresh:
-        raise ValueError(f"{args.out} is there already: move it away, or --fresh")
+    require(args.fresh or not args.out.exists(), f"{args.out} is there: move it, or --fresh")
     known = Known(args.min_right, args.max_digits, args.mask_numbers)
     for p in (p for path in args.eval for p in read_problems(path)):
         known.grams.update(grams(p.question, args.mask_numbers))
-    for row in (to_object(row) for path in args.samples for _, row in iter_rows(path)):
-        known.samples[row["question"]] = row["correct"]
+    for name, (line, row) in ((f, item) for f in args.samples for item in iter_rows(f)):
+        try:
+            row = to_object(row)
+            known.samples[row["question"]] = [n > 0 for n in row["correct"]]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{name}:{line}: not a row that eval.py --out writes") from None
     config = {k: str(v) for k, v in vars(args).items() if k not in ("fresh", "run")}
     result = filter_files(args.files, args.out, names, known, config, args.fresh)
     for name in ("kept", *names):
@@ -471,7 +475,7 @@ def show_command(args) -> None:
     for path in args.files:
         problems = read_problems(path)
         lengths = sorted(len(p.question) for p in problems) or [0]
-        integers = sum(bool(INTEGER.fullmatch(p.answer)) for p in problems)
+        integers = sum(bool(integer(p.answer)) for p in problems)
         print(f"{path}: {len(problems):,} problems, {integers:,} with integer answers")
         print(f"  characters, median {lengths[len(lengths) // 2]}, largest {lengths[-1]}")
         print(f"  sources {dict(Counter(p.source for p in problems).most_common(5))}")

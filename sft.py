@@ -30,7 +30,7 @@ import re
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from itertools import chain, groupby
+from itertools import chain, groupby, takewhile
 from pathlib import Path
 
 import torch
@@ -42,7 +42,7 @@ from data import iter_rows, micro_batches, pack, read_json, require, to_object
 from kvcache_engine import Engine
 from model import Model, ModelConfig, init_weights, load_model, packed_attention, save_model
 from rollout import parse_tool_calls
-from tokenizer import PYTHON_TOOL, SYSTEM_TEXT, Tokenizer, render_conversation, render_forced_prefix
+from tokenizer import PYTHON_TOOL, SYSTEM_TEXT, Tokenizer, render_conversation
 
 
 @dataclass
@@ -170,7 +170,7 @@ PAIRS = (  # fields of a question and its answer
     ("prompt", "response"), ("prompt", "completion"), ("input", "output"))  # fmt: skip
 SPEAKER = r"(USER|ASSISTANT|FUNCTION RESPONSE):"
 GLAIVE = re.compile(rf"{SPEAKER}\s*(.*?)\s*(?=\n\s*{SPEAKER}|\Z)", re.DOTALL)
-BRACKETS = re.compile(r"\[\s*[^\[\](){}\"]+\(.*\)\s*\]", re.DOTALL)
+as_list = lambda value: value if isinstance(value, list) else [value]
 PYTHON_CODE = re.compile(r"```(?:python|py)\s*\n(.*?)```", re.DOTALL)
 
 
@@ -199,9 +199,9 @@ class Conversation:
     tools: list[dict]
     system: str = ""
 
-    def render(self, tok, end: int | None = None) -> tuple[list[int], list[int]]:
-        """(token_ids, loss_mask) of the turns before `end`."""
-        messages = [{"role": t.role, "content": t.content()} for t in self.turns[:end]]
+    def render(self, tok) -> tuple[list[int], list[int]]:
+        """(token_ids, loss_mask)"""
+        messages = [{"role": t.role, "content": t.content()} for t in self.turns]
         system_text = f"{SYSTEM_TEXT}\n\n{self.system}" if self.system else SYSTEM_TEXT
         ids, mask = render_conversation(tok, messages, system_text, self.tools)
         losses = iter([t.loss for t in self.turns if t.role == "assistant"])
@@ -211,22 +211,22 @@ class Conversation:
 
 def convert(row: dict) -> Conversation:
     """ValueError: the cause for which the row is skipped."""
-    system, tools = row.get("system") or "", row.get("tools") or []
-    turns = merge_turns([read_turn(m) for m in chat_messages(row)])
-    if turns and turns[0].role == "system":
-        system = turns.pop(0).text
-    if isinstance(tools, str):
-        tools = read_json(tools, "tools that are not JSON")
+    messages = [{"role": "system", "content": row.get("system")}, *chat_messages(row)]
+    opening = takewhile(lambda turn: turn.role == "system", map(read_turn, messages))
+    system = "\n".join(filter(None, (turn.text for turn in opening)))
+    tools = read_json(row.get("tools") or [], "tools that are not JSON")
     if not tools and (tools := signatures_in(system)):  # ToolACE, Glaive
         system = ""
-    if "problem" in row and "solution" in row:  # Magicoder
-        code = "\n".join(PYTHON_CODE.findall(turns[-1].text))
-        require(code, "solution without Python code")
-        tools = [PYTHON_TOOL]
-        turns[-1] = Turn("assistant", calls=[(PYTHON_TOOL["function"]["name"], {"code": code})])
+    tools = [t.get("function", t) if isinstance(t, dict) else t for t in as_list(tools)]
+    require(all(isinstance(t, dict) for t in tools), "tools that are not objects")
+    names = [str(t.get("name")) for t in tools]
+    _, *turns = merge_turns([read_turn(m, names) for m in messages]) or [None]
     check_turns(turns)
-    whole = [t if "function" in t else {"type": "function", "function": t} for t in tools]
-    return Conversation(turns, whole, system)
+    if "problem" in row and "solution" in row:  # Magicoder
+        require(code := "\n".join(PYTHON_CODE.findall(turns[-1].text)), "solution without Python")
+        tools = [PYTHON_TOOL["function"]]
+        turns[-1] = Turn("assistant", calls=[(tools[0]["name"], {"code": code})])
+    return Conversation(turns, [{"type": "function", "function": t} for t in tools], system)
 
 
 def chat_messages(row: dict) -> list:
@@ -237,20 +237,20 @@ def chat_messages(row: dict) -> list:
         if isinstance(row.get(key), list):
             return row[key]
     for ask, answer in PAIRS:
-        if row.get(ask) and isinstance(row.get(answer), str):
-            prompt = row[ask]
+        prompt = row.get(ask)
+        if prompt and isinstance(prompt, (str, list)) and isinstance(row.get(answer), str):
             prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             prompt = [{**m, "weight": 0} if isinstance(m, dict) else m for m in prompt]
             return [*prompt, {"role": "assistant", "content": row[answer]}]
     raise ValueError("unknown shape")
 
 
-def read_turn(message) -> Turn:
+def read_turn(message, names=()) -> Turn:
     """OpenAI's role, content (text or parts), tool_calls; ShareGPT's from and value."""
     name = message.get("from") or message.get("role") if isinstance(message, dict) else None
     require(role := ROLES.get(str(name).lower()), "unknown role")
     body = message["value"] if "value" in message else message.get("content")
-    turn = Turn(role, loss=message.get("weight") != 0)
+    turn = Turn(role, loss=role == "assistant" and message.get("weight") != 0)
     kind = "tool_call" if name == "function_call" else "text"
     for part in body if isinstance(body, list) else [{"type": kind, "text": body}]:
         require(isinstance(part, dict), "content that is neither text nor parts")
@@ -262,14 +262,15 @@ def read_turn(message) -> Turn:
             turn.reasoning += text
         else:
             turn.text += text
-    for call in message.get("tool_calls") or []:
+    for call in as_list(message.get("tool_calls") or []):
         turn.calls += read_calls(call.get("function") if isinstance(call, dict) else call)
     turn.text = turn.text.replace("<|endoftext|>", "").strip()
     before, glaive, call = turn.text.partition("<functioncall>")
-    if role == "assistant" and glaive:
-        turn.text, turn.calls = before.strip(), read_calls(call.strip())
-    elif role == "assistant" and BRACKETS.fullmatch(turn.text):
-        turn.text, turn.calls = "", bracket_calls(turn.text)
+    if role == "assistant":
+        found = read_calls(call.strip()) if glaive else bracket_calls(turn.text, names)
+        require(not (found and turn.calls), "calls in two forms")
+        turn.text = "" if found and not glaive else before.strip()
+        turn.calls += found
     return turn
 
 
@@ -279,30 +280,35 @@ def read_calls(value) -> list[tuple[str, dict]]:
         value = re.sub(r"(\"arguments\":\s*)'(.*)'(\s*\})", r"\1\2\3", value, flags=re.DOTALL)
         value = read_json(value, "call that is not JSON")
     calls = []
-    for call in value if isinstance(value, list) else [value]:
+    for call in as_list(value):
         named = isinstance(call, dict) and isinstance(call.get("name"), str)
         require(named, "call without a name")
-        arguments = call.get("arguments") or {}
-        if isinstance(arguments, str):
-            arguments = read_json(arguments, "arguments that are not JSON")
+        arguments = read_json(call.get("arguments") or {}, "arguments that are not JSON")
         require(isinstance(arguments, dict), "arguments that are not an object")
         calls.append((call["name"], arguments))
     return calls
 
 
-def bracket_calls(text: str) -> list[tuple[str, dict]]:
-    """'[Get Weather(city="Rome", days=2)]' -> [("Get Weather", {"city": "Rome", "days": 2})]"""
+def bracket_calls(text: str, names) -> list[tuple[str, dict]]:
+    """'[Get Weather(city="Rome", days=2)]' -> [("Get Weather", {"city": "Rome", "days": 2})]
+    A name is one of `names` or a dotted identifier: '[see the note (below)]' -> []"""
+    known = "|".join([*map(re.escape, names), r"[A-Za-z_][\w.]*"])
+    if not re.fullmatch(rf"\[\s*({known})\(.*\)\s*\]", text, re.DOTALL):
+        return []
     words = {"true": "True", "false": "False", "null": "None"}
-    text = re.sub(r"(?<=[=:\[, ])(true|false|null)\b", lambda m: words[m[0]], text)
+    text = re.sub(r"""(["'])(?:\\.|(?!\1).)*\1|\w+""", lambda m: words.get(m[0], m[0]), text)
     calls, rest = [], text[1:-1].strip()
     while rest:
         name, _, rest = rest.partition("(")  # names may hold spaces, Python's may not
         for end in (m.end() for m in re.finditer(r"\)", rest)):
             try:
-                keywords = ast.parse(f"f({rest[:end]}", mode="eval").body.keywords
-                calls.append((name.strip(), {k.arg: ast.literal_eval(k.value) for k in keywords}))
+                call = ast.parse(f"f({rest[:end]}", mode="eval").body
+                given = {k.arg: ast.literal_eval(k.value) for k in call.keywords}
+                fine = call.func.id and not call.args and None not in given  # not f(3), f(**x)
+                require(fine and re.fullmatch(known, name), "not a name and keywords")
+                calls.append((name, given))
                 break
-            except (SyntaxError, ValueError, AttributeError):
+            except (SyntaxError, ValueError, AttributeError, TypeError, MemoryError):
                 continue  # that bracket was inside a string or a value
         else:
             raise ValueError("bracket call that cannot be read")
@@ -318,17 +324,17 @@ def signatures_in(text: str) -> list[dict]:
             value, at = json.JSONDecoder().raw_decode(text, match.start())
         except ValueError:
             value, at = [], match.end()
-        found += value if isinstance(value, list) else [value]
+        found += as_list(value)
     return [v for v in found if isinstance(v, dict) and "name" in v]
 
 
 def merge_turns(turns: list[Turn]) -> list[Turn]:
-    """Neighbours of one role are one turn, but for tool responses; after the last assistant turn
-    there is nothing to learn."""
+    """Neighbours of one role and loss are one turn, but for tool responses; after the last
+    assistant turn there is nothing to learn."""
     merged = []
     for turn in turns:
-        if merged and merged[-1].role == turn.role != "tool":
-            last = merged[-1]
+        last = merged[-1] if merged else Turn("")
+        if last.role == turn.role != "tool" and last.loss == turn.loss:
             last.text = "\n".join(filter(None, [last.text, turn.text]))
             last.reasoning, last.calls = last.reasoning + turn.reasoning, last.calls + turn.calls
         else:
@@ -366,7 +372,7 @@ def read_conversations(paths: list[str], tok, max_len: int) -> tuple[list, list]
                 require(any(mask), "nothing has loss")
                 require(len(ids) <= max_len, "too long")
                 read.append((conversation, ids, mask))
-            except ValueError as e:
+            except (ValueError, RecursionError) as e:
                 skipped.append(f"{path}:{line}: {e}")
     return read, skipped
 
@@ -377,9 +383,9 @@ def read_conversations(paths: list[str], tok, max_len: int) -> tuple[list, list]
 def measure_calls(model, tok, conversations: list[Conversation], max_new_tokens=512) -> dict:
     """Writes every assistant turn again, greedily, after its true history. Of the turns with calls:
     how many parse, name the right tools, have equal arguments; of the others, how many call."""
-    turns = [(turn, c.render(tok, k)[0] + render_forced_prefix(tok))
-             for c in conversations for k, turn in enumerate(c.turns)
-             if turn.role == "assistant" and turn.loss]  # fmt: skip
+    turns = [(turn, ids[:start]) for c in conversations for ids, mask in [c.render(tok)]
+             for turn, start in zip((t for t in c.turns if t.loss),
+                                   (i for i, x in enumerate(mask) if x > mask[i - 1]))]  # fmt: skip
     counts = Counter(calls=0, parsed=0, tool=0, arguments=0, plain=0, called=0)
     longest = max((len(ids) for _, ids in turns), default=0) + max_new_tokens
     engine = Engine(model, num_blocks=8 * (longest // 16 + 1))
@@ -433,10 +439,13 @@ def run(cfg: Config, ranks, folder: Path) -> None:
     model = parallel.shard(model.to(ranks.device), ranks, dtype)
     optimizer = make_optimizer(model, cfg)
     path, damaged = parallel.newest_checkpoint(folder / "checkpoints")
-    start = parallel.load_checkpoint(path, model, optimizer)["step"] if path else 0
-    parallel.print0(ranks, *damaged, f"{len(documents):,} documents, from step {start}")
+    state = dict(step=0, rows=0) if not path else parallel.load_checkpoint(path, model, optimizer)
+    parallel.print0(ranks, *damaged, f"{len(documents):,} documents, from step {state['step']}")
+    if ranks.first and (table := folder / "metrics.jsonl").exists():  # cut at the checkpoint
+        table.write_text("".join(table.read_text().splitlines(keepends=True)[: state["rows"]]))
 
     def log(step, metrics):
+        state["rows"] += 1
         if ranks.first:
             with open(folder / "metrics.jsonl", "a") as f:
                 f.write(json.dumps({"step": step, **metrics}) + "\n")
@@ -452,14 +461,15 @@ def run(cfg: Config, ranks, folder: Path) -> None:
 
     def on_step(step, metrics):
         log(step, metrics)
-        if (step + 1) % cfg.checkpoint_every == 0:
-            state, name = {"step": step + 1}, f"{step + 1:06d}"
-            parallel.save_checkpoint(folder / "checkpoints", name, model, optimizer, state)
+        state["step"] = step + 1
         if held_out and (step + 1) % cfg.measure_every == 0:
             measure(step + 1)
+        if (step + 1) % cfg.checkpoint_every == 0:
+            name = f"{step + 1:06d}"
+            parallel.save_checkpoint(folder / "checkpoints", name, model, optimizer, state)
 
-    sft(model, optimizer, documents, cfg, rank=ranks.rank, world=ranks.world, start=start,
-        device=ranks.device, on_step=on_step)  # fmt: skip
+    sft(model, optimizer, documents, cfg, rank=ranks.rank, world=ranks.world,
+        start=state["step"], device=ranks.device, on_step=on_step)  # fmt: skip
     if held_out:
         measure("end")
     tensors = {name: tensor.cpu() for name, tensor in parallel.full_parameters(model)}
@@ -475,6 +485,7 @@ def main() -> None:
     ranks = parallel.start_ranks(cfg.device)
     folder = Path(cfg.out or f"runs/sft-{cfg.preset}")
     try:
+        require(cfg.schedule in ("cosine", "linear"), "--schedule is cosine or linear")
         if cfg.preset != "toy" and not (cfg.init and cfg.data):
             raise ValueError("give --init FOLDER (Hugging Face) and --data FILE[,FILE...]")
         if ranks.first:

@@ -128,9 +128,13 @@ GUESS = ("I guess the answer.", "I think I know it.")
 say = lambda role, content: {"role": role, "content": content}
 
 
-@functools.cache
 def toy_traces(n: int, seed: int, noise: Noise = Noise()) -> list[list[dict]]:
     """n conversations (lists of messages) about problems that are not held out."""
+    return [[{**m} for m in messages] for messages in _toy_traces(n, seed, noise)]
+
+
+@functools.cache  # asked for twice, drawn in a second
+def _toy_traces(n: int, seed: int, noise: Noise) -> list[list[dict]]:
     rng = random.Random(f"traces {seed}")
     return [make_trace(rng, *draw_problem(rng, holdout=False), noise) for _ in range(n)]
 

@@ -89,6 +89,8 @@ def write(path, *rows):
         ({"prompt": "Solve the following math problem step by step. The last line of your response "
           "should be of the form Answer: $Answer (without quotes).\n\n1+1?\n\nRemember to put your "
           'answer on its own line after "Answer:".', "answer": "2"}, "1+1?", "2"),
+        ({"problem": "1+1?", "answer": "", "expected_answer": "2"}, "1+1?", "2"),
+        ({"problem": "1+1?", "answer": " ", "reward_model": {"ground_truth": "2"}}, "1+1?", "2"),
     ],
 )  # fmt: skip
 def test_known_shapes(tmp_path, row, question, answer):
@@ -102,25 +104,40 @@ def test_json_list_and_lines_in_a_json_file(tmp_path):
     (tmp_path / "list.json").write_text(json.dumps(rows, indent=1))
     assert [p.id for p in read_problems(lines)] == ["lines-7", "x"]
     assert [p.id for p in read_problems(tmp_path / "list.json")] == ["list-7", "x"]
+    for path in (lines, tmp_path / "list.json"):  # a byte-order mark changes nothing
+        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+        assert [p.question for p in read_problems(path)] == ["a?", "b?"]
+
+
+def test_no_two_problems_of_a_file_have_one_id(tmp_path):
+    """Ids key the noise: equal ones would sample alike."""
+    rows = [{"question": f"{i}?", "answer": 1, "id": "s"} for i in range(3)]
+    problems = read_problems(write(tmp_path / "a.jsonl", *rows))
+    assert [p.id for p in problems] == ["s", "s-line-2", "s-line-3"]
+    assert [p.question for p in problems] == ["0?", "1?", "2?"]
 
 
 def test_unreadable_rows_are_told_with_line_and_cause_and_stop_nothing(tmp_path, capsys):
     good = {"question": "1+1?", "answer": "2"}
     bad = {
         "not JSON": "{broken\n", "not an object": "[1]\n", "no question": {"answer": "2"},
-        "no answer": {"question": "x", "answer": None}, "empty answer": good | {"answer": " "},
+        "no answer": {"question": "x", "answer": None}, "no answer ": good | {"answer": " "},
+        "not JSON ": "[" * 100_000 + "\n",
     }  # fmt: skip
     path = write(tmp_path / "a.jsonl", good, "\n", *bad.values(), good)
-    assert [p.id for p in read_problems(path)] == ["a-1", "a-8"]
+    assert [p.id for p in read_problems(path)] == ["a-1", "a-9"]
     told = capsys.readouterr().err
     for line, cause in enumerate(bad, 3):
-        assert f"a.jsonl:{line}: skipped, {cause}" in told
-    assert "skipped 5 rows" in told
+        assert f"a.jsonl:{line}: skipped, {cause.strip()}" in told or line == 8  # five are told
+    assert "skipped 6 rows" in told
 
 
 def test_files_that_cannot_be_read_say_what_to_do(tmp_path):
     with pytest.raises(FileNotFoundError, match="give a .jsonl"):
         read_problems(tmp_path / "none.jsonl")
+    for text in ('[{"question": "x"},', "[" * 100_000):
+        with pytest.raises(ValueError, match="list.json begins as a JSON list"):
+            read_problems(write(tmp_path / "list.json", text))
     if not importlib.util.find_spec("pyarrow"):
         with pytest.raises(OSError, match="pyarrow"):
             read_problems(write(tmp_path / "a.parquet", {}))
@@ -133,7 +150,10 @@ def drops(name, question="What is it?", answer="12", **known):
     return FILTERS[name](Problem("p", question, answer), Known(**known))
 
 
-@pytest.mark.parametrize("answer", "12 -7 1,234 042 +5 12,345,678 10,\\!080 $3$".split())
+INTEGERS = "12 -7 1,234 042 +5 12,345,678 10,\\!080 10{,}080 10,\\,080 $3$"
+
+
+@pytest.mark.parametrize("answer", INTEGERS.split())
 def test_integer_answers_stay(answer):
     assert not drops("integer", answer=answer)
     assert not drops("composite", answer=answer)
@@ -163,7 +183,11 @@ def test_what_asks_for_an_argument_goes():
 def test_an_answer_after_a_marker_goes():
     for text in ("Find x. Answer: 12", "Find x. The answer is $12$.", "x #### 12", "\\boxed{12}"):
         assert drops("leak", text)
+    for question, answer in (("The answer is 12, find x.", "12"), ("Answer: 1,234", "1234"),
+                             ("The answer is 1234.", "1{,}234")):  # fmt: skip
+        assert drops("leak", question, answer)
     assert not drops("leak", "The answer is 13 or so, find 12.")
+    assert not drops("leak", "The answer is 12, find x.", "\\frac{1}{2}")
 
 
 def test_samples_decide_matched_and_solved():
@@ -172,6 +196,7 @@ def test_samples_decide_matched_and_solved():
     assert drops("matched", samples=samples, min_right=3) and drops("matched", samples={})
     assert not drops("solved", samples=samples) and not drops("solved", samples={})
     assert drops("solved", samples={"What is it?": [1] * 8})
+    assert not drops("solved", samples={"What is it?": []})
 
 
 def test_overlap_ignores_case_spacing_and_punctuation():
@@ -219,6 +244,9 @@ def test_filter_command_counts_and_shows_what_it_removed(tmp_path):
     assert len(read_problems(out)) == 9 and "in-1: 'What is 0" in done.stdout
     assert run_filter(path, "--out", out).returncode == 1  # never over an older result
     assert "eval.py" in run_filter(path, "--out", tmp_path / "b", "--filters", "solved").stderr
+    samples = write(tmp_path / "s.jsonl", {"question": "x", "correct": [1]}, {"question": "y"})
+    done = run_filter(path, "--out", tmp_path / "b", "--recipe", "stage3", "--samples", samples)
+    assert done.returncode == 1 and "s.jsonl:2: not a row that eval.py" in done.stderr
 
 
 def test_an_interrupted_filter_goes_on_to_the_same_result(tmp_path, monkeypatch):

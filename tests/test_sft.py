@@ -188,11 +188,23 @@ def test_magicoder_solution_becomes_a_call():
 
 
 def test_bracket_calls():
-    text = '[Get Weather(city="Rome (old)", days=2, live=true), add(x=[1, -2], y={"a": null})]'
-    assert sft.bracket_calls(text) == [
+    text = '[Get Weather(city="Rome (old)", days=2, live=true), a.dd(x=[1, -2], y={"a": null})]'
+    assert sft.bracket_calls(text, ["Get Weather"]) == [
         ("Get Weather", {"city": "Rome (old)", "days": 2, "live": True}),
-        ("add", {"x": [1, -2], "y": {"a": None}}),
+        ("a.dd", {"x": [1, -2], "y": {"a": None}}),
     ]
+    assert sft.bracket_calls('[f(q="is it true")]', []) == [("f", {"q": "is it true"})]
+
+
+def test_prose_in_brackets_stays_text():
+    prose, spaced = "[see the note (below)]", "[Get Weather(days=2)]"
+    assert sft.bracket_calls(prose, ["see"]) == sft.bracket_calls(spaced, []) == []
+    row = chat(("user", "Hi"), ("assistant", prose)) | {"tools": [WEATHER]}
+    assert sft.convert(row).turns[1].text == prose
+
+
+def test_tools_may_be_one_object():
+    assert sft.convert(OPENAI | {"tools": WEATHER}).tools == OPENAI["tools"]
 
 
 def chat(*turns):
@@ -218,12 +230,26 @@ def chat(*turns):
         (chat(("user", "a"), ("assistant", '<functioncall> {"name": "f", "arguments": "{"}')),
          "arguments that are not JSON"),
         (SHAREGPT | {"tools": "[{"}, "tools that are not JSON"),
-        ({"problem": "p", "solution": "no code"}, "solution without Python code"),
+        ({"problem": "p", "solution": "no code"}, "solution without Python"),
+        (chat(("user", "Hi")) | {"problem": "p", "solution": "s"}, "no assistant turn"),
+        ({"prompt": 3, "response": "a"}, "unknown shape"),
+        (OPENAI | {"tools": [1]}, "tools that are not objects"),
+        (OPENAI | {"tools": 5}, "tools that are not objects"),
+        (TOOLACE | {"system": ["x"]}, "content that is neither text nor parts"),
+        ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "call without a name"),
+        *[(chat(("user", "a"), ("assistant", text)), "bracket call that cannot be read")
+          for text in ('[f("x", y=2)]', '[f(**{"a": 1})]', "[f(x=1)(y=2)]", "[f(x={[]: 1})]",
+                       "[f(x=1), see this(y=2)]")],
+        *[({"messages": [OPENAI["messages"][1] | {"content": text}]}, "calls in two forms")
+          for text in ("[f(x=1)]", f"<functioncall> {json.dumps(CALL)}")],
+        (chat(("user", "a"), ("assistant", "<functioncall> " + "[" * 100_000)), "not JSON"),
+        (chat(("system", "[" * 100_000), ("user", "a"), ("assistant", "b")), "recursion"),
     ],
 )  # fmt: skip
-def test_broken_conversations_say_why(row, cause):
-    with pytest.raises(ValueError, match=cause):
-        sft.convert(row)
+def test_broken_conversations_are_counted_with_their_cause(row, cause, tok, tmp_path):
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(OPENAI)}\n")
+    read, (told,) = sft.read_conversations([tmp_path / "a.jsonl"], tok, max_len=10**6)
+    assert len(read) == 1 and told.startswith(f"{tmp_path}/a.jsonl:1: ") and cause in told
 
 
 @pytest.fixture(scope="module")
@@ -250,6 +276,8 @@ def test_examples_inside_a_prompt_get_no_loss(tok):
     weighted = chat(*prompt, ("assistant", "4"))
     weighted["messages"][1]["weight"] = 0
     assert decode_loss(tok, sft.convert(weighted)) == "</reason>\n<answer>4</answer><|im_end|>"
+    row["prompt"] = row["prompt"][:2]  # ends with an example
+    assert decode_loss(tok, sft.convert(row)) == "</reason>\n<answer>4</answer><|im_end|>"
 
 
 def test_control_tokens_in_data_stay_text(tok):
@@ -292,6 +320,8 @@ def test_toy_script_leaves_a_model(tmp_path):
 def test_script_says_what_is_missing(tmp_path):
     done = run_script("--out", tmp_path / "run")
     assert done.returncode == 1 and "--init" in done.stderr.splitlines()[-1]
+    done = run_script("--preset", "toy", "--schedule", "step", "--out", tmp_path / "run")
+    assert done.stderr.splitlines()[-1] == "sft.py: --schedule is cosine or linear"
 
 
 def tiny_folder(path, tok):
@@ -316,12 +346,13 @@ def test_script_continues_to_the_same_weights(tok, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "12 conversations, 2 skipped" in done.stdout
     assert len((run / "skipped.txt").read_text().splitlines()) == 2
-    weights = load_model(run / "sft").state_dict()
+    weights, rows = load_model(run / "sft").state_dict(), (run / "metrics.jsonl").read_text()
     sorted((run / "checkpoints").iterdir())[-1].rename(tmp_path / "gone")
     done = run_script(*flags)
     assert done.returncode == 0 and "from step 4" in done.stdout, done.stdout + done.stderr
     again = load_model(run / "sft").state_dict()
     assert all(torch.equal(weights[name], again[name]) for name in weights)
+    assert (run / "metrics.jsonl").read_text() == rows  # no step twice
 
 
 @pytest.mark.slow

@@ -34,6 +34,11 @@ def test_problems_are_reproducible_and_of_all_kinds():
     assert {p.source for p in problems} == set(toy.KINDS)
 
 
+def test_changed_traces_change_nothing_for_the_next_caller():
+    toy.toy_traces(4, seed=0)[0].pop()["content"] = "changed"
+    assert toy.toy_traces(4, seed=0) == toy._toy_traces.__wrapped__(4, 0, toy.Noise())
+
+
 def test_answers_by_hand():
     """37 * 41 - 5 = 1512; the primes below 30 are 10; 3 + ... + 5 = 12; 17 * 5 + 3 = 88."""
     right = {kind: row[2][0] for kind, row in toy.KINDS.items()}
