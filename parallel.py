@@ -153,16 +153,34 @@ def exchange_over_ranks(outgoing: list[list[dict]]) -> list[dict]:
 
 
 def shard(model, ranks: Ranks, compute_dtype: torch.dtype = torch.float32):
-    """FSDP2 around every block and the root; parameters stay fp32, compute may be bf16."""
+    """FSDP2 around every block and the root; parameters stay fp32, compute may be bf16. A model
+    below 10 M parameters is one group: one gather and one reduction a step, not one a block."""
     if ranks.world == 1 and compute_dtype == torch.float32:
         return model
     if not dist.is_initialized():  # one process that wants bf16 compute over fp32 parameters
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        backend = "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh(ranks.device.type, (ranks.world,))
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    for block in model.layers:
+    size = sum(p.numel() for p in model.parameters())
+    for block in model.layers if size > 10**7 else ():
+        block.recompute = size > 10**9  # activations of 12K tokens would not fit
         fully_shard(block, mesh=mesh, mp_policy=policy)
     return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+@torch.no_grad()
+def fill(model, stored: dict, ranks: Ranks) -> None:
+    """Values for a sharded model made on the meta device. stored: whole tensors by name, memory
+    mapped; each rank copies its rows and touches no other byte."""
+    model.to_empty(device=ranks.device)
+    for name, parameter in model.named_parameters():
+        part = stored[name]
+        if isinstance(parameter, DTensor):
+            rows = -(-len(part) // ranks.world)
+            part = part[ranks.rank * rows : (ranks.rank + 1) * rows]
+            parameter = parameter.to_local()
+        parameter.copy_(part)
 
 
 def full_parameters(model):

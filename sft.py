@@ -156,7 +156,7 @@ def lr_at(step: int, num_steps: int, cfg) -> float:
 
 
 def make_optimizer(model, cfg):
-    how = dict(lr=cfg.lr, betas=(0.9, cfg.beta2), weight_decay=cfg.weight_decay)
+    how = dict(lr=cfg.lr, betas=(0.9, cfg.beta2), weight_decay=cfg.weight_decay, fused=True)
     return torch.optim.AdamW(model.parameters(), **how)
 
 

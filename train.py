@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 import time
 from collections import Counter, defaultdict
@@ -47,7 +48,7 @@ import toy
 from data import Group, Problem, Trajectory, micro_batches, pack, read_problems
 from eval import error_share, evaluate, table
 from kvcache_engine import Engine, blocks_that_fit
-from model import Model, ModelConfig, init_weights, load_model, packed_attention, read_config
+from model import Model, ModelConfig, init_weights, packed_attention, read_config, stored_weights
 from model import save_model as save_folder
 from parallel import Ranks, gather_over_ranks, print0
 from report import pooled_errors, write_report
@@ -154,7 +155,7 @@ STAGES = {
     "qwen3-0.6b": PAPER_STAGES, "qwen3-14b": PAPER_STAGES,
     "qwen2.5-32b": PAPER_STAGES[:2],  # no SFT, two stages, 700 steps (section 5.3)
 }  # fmt: skip
-BF16 = dict(dtype="bfloat16")
+BF16 = dict(dtype="bfloat16", block_size=64, checkpoint_every=5)  # 64: what the kernels like
 PRESETS = {
     "toy": dict(
         device="cpu", problems_per_step=12, rollouts=16, group_size=8, tool_seconds=1.0,
@@ -233,12 +234,15 @@ class Job:
         """The trainer's weights to this rank's engine, one tensor at a time."""
         with self.timed("weights"):
             self.engine.update_weights(self.model.named_parameters())
+            if self.engine.k_cache is None:
+                self.engine.regrow_cache()
 
     def export(self, name: str) -> None:
         """An HF folder: runs/NAME/sft or runs/NAME/model."""
         whole = parallel.full_parameters(self.model)  # a collective: all ranks run through it
         if tensors := {k: v.cpu() for k, v in whole if self.ranks.first}:
-            save_folder(tensors, self.model.config, self.folder / name)
+            fields = {"eos_token_id": self.tok.im_end}
+            save_folder(tensors, self.model.config, self.folder / name, fields=fields)
             self.tok.save(self.folder / name / "tokenizer.json")
 
     def evaluate(self, problems, how: RolloutConfig, key: str, samples: int, seed) -> tuple:
@@ -350,12 +354,14 @@ def update(job: Job, cfg: Config, items: list[dict], placed: dict, lr: float) ->
             metrics = grpo_roc.loss_metrics(logprobs, old, engine, advantages, mask, *clip, cap)
             sums.update({k: v.item() for k, v in (metrics | {"loss": loss}).items()})
         norms.append(parallel.clip_gradients_over_ranks(model.parameters(), cfg.grad_clip))
-        job.optimizer.step()
+        if math.isfinite(norms[-1]):  # else the step is left out, on all ranks, and counted
+            job.optimizer.step()
         job.optimizer.zero_grad(set_to_none=True)
     total = parallel.sum_over_ranks(dict(sums))
     loss, tokens = total.pop("loss") / len(steps), max(total.pop("tokens"), 1)
     means = {name: value / tokens for name, value in total.items()}
-    return {"loss": loss, "grad_norm": max(norms), "loss_tokens": tokens, **means}
+    bad = sum(not math.isfinite(n) for n in norms)
+    return dict(loss=loss, grad_norm=max(norms), nonfinite=bad, loss_tokens=tokens, **means)
 
 
 def rl_step(job: Job, cfg: Config, stage: int, problems: list[Problem]) -> dict:
@@ -398,6 +404,8 @@ def rl_step(job: Job, cfg: Config, stage: int, problems: list[Problem]) -> dict:
     if placed:  # else every group was dropped: no update, counted
         with job.timed("exchange"):
             items = exchange_kept(job, trajectories, placed)
+        if job.ranks.device.type == "cuda":
+            job.engine.release_cache()  # its memory is the trainer's during the update
         with job.timed("update"):
             row |= update(job, cfg, items, placed, lr)
         job.hand_over()
@@ -583,11 +591,16 @@ def make_models(cfg: Config, folder: Path, ranks: Ranks) -> tuple[Tokenizer, Mod
     parallel.barrier_over_ranks()  # the file is there
     tok, dtype = Tokenizer.from_file(path), getattr(torch, cfg.dtype)
     if cfg.init:
-        model = load_model(cfg.init, device=ranks.device, dtype=torch.float32)
+        shape = read_config(cfg.init)
+        stored = stored_weights(cfg.init, shape)
+        with torch.device("meta"):
+            model = Model(shape)
+        model = parallel.shard(model, ranks, dtype)
+        parallel.fill(model, stored, ranks)
     else:
         model = Model(SHAPES["toy"]).to(ranks.device)
         init_weights(model, cfg.seed, **toy.TOY_INIT)
-    model = parallel.shard(model, ranks, dtype)  # first: a whole fp32 32B leaves no room for a copy
+        model = parallel.shard(model, ranks, dtype)
     with torch.device(ranks.device):
         return tok, model, Model(model.config).to(dtype).eval()
 
