@@ -190,7 +190,7 @@ def curves(rl: list[dict], evaluations: list[dict], sft: list[dict]) -> str:
 
 def chart(title: str, note: str, line: list, dots: list, borders: list) -> str:
     """An SVG of 300 x 140 with a labelled range on both axes."""
-    width, height, left, top, bottom = 300, 140, 38, 8, 16
+    width, height, left, top, bottom = 300, 140, 46, 8, 16
     xs, ys = zip(*(line + dots))
     x0, x1, y0, y1 = min(xs), max(xs), min(0.0, *ys), max(ys)
     x1, y1 = max(x1, x0 + 1), y1 if y1 > y0 else y0 + 1
