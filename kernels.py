@@ -255,8 +255,9 @@ class _Rotary(torch.autograd.Function):
 
 @functools.lru_cache(maxsize=1)  # tensors compare by identity: all layers ask for the same
 def _cos_sin(positions, inv_freq):
-    angle = positions.float()[:, None, None] * inv_freq  # (T, 1, D/2)
-    return angle.cos(), angle.sin()
+    with torch.inference_mode(False):  # the engine may ask first, and training after it
+        angle = positions.float()[:, None, None] * inv_freq  # (T, 1, D/2)
+        return angle.cos(), angle.sin()
 
 
 def rotary(q: Tensor, k: Tensor, positions: Tensor, inv_freq: Tensor, q_weight: Tensor = None,
