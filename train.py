@@ -150,7 +150,7 @@ STAGES = {
     "toy": (
         dict(steps=30, max_tokens=192, max_turns=5, lr=4e-4),
         dict(steps=15, max_tokens=224, max_turns=5, lr=2e-4),
-        dict(PAPER_STAGES[2], steps=15, max_tokens=256, max_turns=7, lr=1e-4),
+        dict(PAPER_STAGES[2], steps=25, max_tokens=256, max_turns=7, lr=1e-4),
     ),
     "qwen3-0.6b": PAPER_STAGES, "qwen3-14b": PAPER_STAGES,
     "qwen2.5-32b": PAPER_STAGES[:2],  # no SFT, two stages, 700 steps (section 5.3)
