@@ -65,6 +65,11 @@ def test_audit_finds_nothing_in_true_traces_and_every_lie(tmp_path, capsys):
     honest = trajectory(statuses=("ok", "lost", "malformed"))
     assert audit(stored(tmp_path, honest), workers=1) == []
     assert "1 calls and 1 answers again, 0 differ" in capsys.readouterr().out
+    address = trajectory()
+    address.tool_calls[0].code = "print(object())"
+    address.tool_calls[0].stdout = "<object object at 0x7f0123456789>\n"
+    (tmp_path / "traces" / "step_00000.jsonl").write_text(json.dumps(address.to_json()) + "\n")
+    assert audit(tmp_path, workers=1) == []
     liar = trajectory(reward=0.0)
     liar.tool_calls[0].stdout = "41\n"
     (tmp_path / "traces" / "step_00002.jsonl").write_text(json.dumps(liar.to_json()) + "\n")
