@@ -158,10 +158,10 @@ class Tokenizer:
         return SimpleNamespace(push=lambda id: decoder.decode(get(id, b""), id is None))
 
     @classmethod
-    def train(cls, texts, vocab_size, special_tokens=CONTROL_TOKENS, split="none", tags=TAG_TOKENS):
+    def train(cls, texts, vocab_size, split="none"):
         """texts: segments. No token straddles two of them or an added token; no digit is merged.
         Ids: 256 bytes, what merges make (fewer if the texts have no more pairs), added tokens."""
-        contents = [*special_tokens, *tags]
+        contents = CONTROL_TOKENS + TAG_TOKENS
         pattern, words = any_of(contents), Counter()
         for text in texts:
             for piece in pattern.split(text)[::2]:
@@ -170,7 +170,7 @@ class Tokenizer:
         vocab, merges = learn_merges(words, vocab_size - len(contents))
         added = {content: id for id, content in enumerate(contents, start=len(vocab))}
         normalizer = {"type": "NFC"} if split == "qwen" else None
-        return cls(vocab, merges, added, special_tokens, normalizer, split)
+        return cls(vocab, merges, added, CONTROL_TOKENS, normalizer, split)
 
     @classmethod
     def from_file(cls, path) -> Tokenizer:
@@ -400,22 +400,21 @@ def tool_response_text(result, traceback_lines: int | None = None, max_chars: in
 def render_conversation(tok, messages, system_text=None, tools=()):
     """[{"role": "user", "content": "2+2?"}, {"role": "assistant", ...}] -> (ids, loss_mask).
 
-    An assistant's content is what follows the forced prefix, verbatim; tool messages in a row are
-    one user message; a system message, if any, comes first and takes the place of system_text."""
-    if messages and messages[0]["role"] == "system":
-        system_text, messages = messages[0]["content"], messages[1:]
+    An assistant's content is what follows the forced prefix, verbatim; one with loss=False is an
+    example, mask 0. Tool messages in a row are one user message."""
     pieces = [(render_system(tok, system_text, tools), 0)]  # (ids, mask)
     for role, run in groupby(messages, key=lambda message: message["role"]):
-        contents = [message["content"] for message in run]
         if role == "tool":
-            pieces.append((render_tool_responses(tok, contents), 0))
+            pieces.append((render_tool_responses(tok, [m["content"] for m in run]), 0))
         elif role == "user":
-            pieces += [(render_message(tok, role, content), 0) for content in contents]
+            pieces += [(render_message(tok, role, m["content"]), 0) for m in run]
         else:
             require(role == "assistant", f"a message has role {role!r}")
-            for content in contents:
-                written = tok.encode(content, special=False) + [tok.im_end]
-                pieces += [(render_forced_prefix(tok), 0), (written, 1), (render_separator(tok), 0)]
+            for m in run:
+                written = tok.encode(m["content"], special=False) + [tok.im_end]
+                pieces.append((render_forced_prefix(tok), 0))
+                pieces.append((written, int(m.get("loss", True))))
+                pieces.append((render_separator(tok), 0))
     if messages and messages[-1]["role"] == "assistant":
         pieces.pop()  # a rollout ends at <|im_end|>
     return [id for ids, _ in pieces for id in ids], [mask for ids, mask in pieces for _ in ids]

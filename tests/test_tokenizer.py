@@ -507,7 +507,6 @@ def test_long_output_is_cut_in_the_middle():
 
 CALL = ' I run it.</reason>\n<tool_call>\n{"name": "f", "arguments": {"code": "1/0"}}\n</tool_call>'
 MESSAGES = [
-    {"role": "system", "content": "Use Python."},
     {"role": "user", "content": "2+2?"},
     {"role": "assistant", "content": CALL + CALL},
     {"role": "tool", "content": "ZeroDivisionError: division by zero"},
@@ -545,7 +544,7 @@ So 4.</reason>
 
 def test_golden_conversation_of_three_turns_with_its_mask(toy, words):
     for tok in (toy, words):
-        ids, mask = render_conversation(tok, MESSAGES)
+        ids, mask = render_conversation(tok, MESSAGES, system_text="Use Python.")
         assert len(ids) == len(mask)
         text, last = "", 0
         for id, m in zip(ids, mask):
@@ -557,16 +556,15 @@ def test_golden_conversation_of_three_turns_with_its_mask(toy, words):
 
 def test_a_conversation_equals_the_pieces_that_a_rollout_appends(toy):
     """FIELD_NOTES: text that begins with a newline, and the newline after <|im_end|>."""
-    system, user, first, error, note, second, four, last = (m["content"] for m in MESSAGES)
+    user, first, error, note, second, four, last = (m["content"] for m in MESSAGES)
     forced, separator = render_forced_prefix(toy), render_separator(toy)
-    ids = render_prompt(toy, user, system_text=system, tools=()) + forced
+    ids = render_prompt(toy, user, system_text="Use Python.", tools=()) + forced
     ids += toy.encode(first) + [toy.im_end] + separator
     ids += render_tool_responses(toy, [error, note]) + forced
     ids += toy.encode(second) + [toy.im_end] + separator
     ids += render_tool_responses(toy, [four]) + forced
     ids += toy.encode(last) + [toy.im_end]
-    assert render_conversation(toy, MESSAGES)[0] == ids
-    assert render_conversation(toy, MESSAGES[1:], system_text=system)[0] == ids
+    assert render_conversation(toy, MESSAGES, system_text="Use Python.")[0] == ids
 
 
 def test_tool_responses_begin_with_the_user_header(toy):
@@ -588,6 +586,13 @@ def test_an_assistant_turn_in_a_row_and_many_user_turns(toy):
     roles = ("user", "user", "assistant", "user", "assistant")
     ids, mask = render_conversation(toy, [{"role": role, "content": "x"} for role in roles])
     assert ids.count(toy.im_start) == 5 and sum(mask) == 2 * 2
+
+
+def test_a_turn_without_loss_differs_in_its_mask_only(toy):
+    example = [m | {"loss": i != 1} for i, m in enumerate(MESSAGES)]
+    ids, mask = render_conversation(toy, MESSAGES)
+    same, fewer = render_conversation(toy, example)
+    assert same == ids and sum(mask) - sum(fewer) == len(toy.encode(CALL + CALL)) + 1
 
 
 def test_an_unknown_role_is_refused(toy):
