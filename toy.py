@@ -28,7 +28,7 @@ import linecache
 import math
 import random
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from types import SimpleNamespace
 
@@ -96,15 +96,14 @@ def draw_problem(rng: random.Random, holdout: bool | None) -> tuple[Problem, tup
         draw, phrasings, expressions, _ = KINDS[kind]
         operands = draw(rng.randint)
         question = rng.choice(phrasings).format(*operands)
-        name = f"toy-{sha256(question.encode()).hexdigest()[:12]}"
-        problem = Problem(name, question, answer="", source=kind)
-        if holdout in (None, is_held_out(problem)):
+        if holdout in (None, is_held_out(question)):
+            name = f"toy-{sha256(question.encode()).hexdigest()[:12]}"
             answer = str(eval(expressions[0].format(*operands), {"math": math}))  # our expression
-            return replace(problem, answer=answer), operands
+            return Problem(name, question, answer, source=kind), operands
 
 
-def is_held_out(problem: Problem) -> bool:
-    return int(sha256(problem.question.encode()).hexdigest(), 16) % 10 == 0
+def is_held_out(question: str) -> bool:
+    return int(sha256(question.encode()).hexdigest(), 16) % 10 == 0
 
 
 def toy_problems(n: int, seed: int, holdout: bool | None = None) -> list[Problem]:
@@ -130,11 +129,6 @@ say = lambda role, content: {"role": role, "content": content}
 
 def toy_traces(n: int, seed: int, noise: Noise = Noise()) -> list[list[dict]]:
     """n conversations (lists of messages) about problems that are not held out."""
-    return [[{**m} for m in messages] for messages in _toy_traces(n, seed, noise)]
-
-
-@functools.cache  # asked for twice, drawn in a second
-def _toy_traces(n: int, seed: int, noise: Noise) -> list[list[dict]]:
     rng = random.Random(f"traces {seed}")
     return [make_trace(rng, *draw_problem(rng, holdout=False), noise) for _ in range(n)]
 
