@@ -30,7 +30,7 @@ import re
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from itertools import chain, groupby, takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 
 import torch
@@ -201,12 +201,9 @@ class Conversation:
 
     def render(self, tok) -> tuple[list[int], list[int]]:
         """(token_ids, loss_mask)"""
-        messages = [{"role": t.role, "content": t.content()} for t in self.turns]
+        messages = [{"role": t.role, "content": t.content(), "loss": t.loss} for t in self.turns]
         system_text = f"{SYSTEM_TEXT}\n\n{self.system}" if self.system else SYSTEM_TEXT
-        ids, mask = render_conversation(tok, messages, system_text, self.tools)
-        losses = iter([t.loss for t in self.turns if t.role == "assistant"])
-        runs = [list(run) for _, run in groupby(mask)]  # k-th run of ones: k-th assistant turn
-        return ids, [x for run in runs for x in [int(run[0] and next(losses))] * len(run)]
+        return render_conversation(tok, messages, system_text, self.tools)
 
 
 def convert(row: dict) -> Conversation:
@@ -295,24 +292,25 @@ def bracket_calls(text: str, names) -> list[tuple[str, dict]]:
     known = "|".join([*map(re.escape, names), r"[A-Za-z_][\w.]*"])
     if not re.fullmatch(rf"\[\s*({known})\(.*\)\s*\]", text, re.DOTALL):
         return []
-    words = {"true": "True", "false": "False", "null": "None"}
-    text = re.sub(r"""(["'])(?:\\.|(?!\1).)*\1|\w+""", lambda m: words.get(m[0], m[0]), text)
-    calls, rest = [], text[1:-1].strip()
-    while rest:
-        name, _, rest = rest.partition("(")  # names may hold spaces, Python's may not
-        for end in (m.end() for m in re.finditer(r"\)", rest)):
-            try:
-                call = ast.parse(f"f({rest[:end]}", mode="eval").body
-                given = {k.arg: ast.literal_eval(k.value) for k in call.keywords}
-                fine = call.func.id and not call.args and None not in given  # not f(3), f(**x)
-                require(fine and re.fullmatch(known, name), "not a name and keywords")
-                calls.append((name, given))
-                break
-            except (SyntaxError, ValueError, AttributeError, TypeError, MemoryError):
-                continue  # that bracket was inside a string or a value
-        else:
-            raise ValueError("bracket call that cannot be read")
-        rest = rest[end:].strip().removeprefix(",").strip()
+    words, found = {"true": "True", "false": "False", "null": "None"}, []
+
+    def in_python(match):  # a name may hold spaces, Python's may not: the k-th is _k
+        if match["name"] is None:
+            return words.get(match[0], match[0])
+        found.append(match["name"])
+        return f"_{len(found) - 1}("
+
+    pieces = rf"""(?P<name>{known})\(|(["'])(?:\\.|(?!\2).)*\2|\w+"""
+    calls = []
+    try:
+        nodes = ast.parse(re.sub(pieces, in_python, text), mode="eval").body.elts
+        for k, (name, call) in enumerate(zip(found, nodes, strict=True)):
+            given = {x.arg: ast.literal_eval(x.value) for x in call.keywords}
+            fine = call.func.id == f"_{k}" and not call.args and None not in given  # not f(3, **x)
+            require(fine, "not a name and keywords")
+            calls.append((name, given))
+    except (SyntaxError, ValueError, AttributeError, TypeError, MemoryError):
+        raise ValueError("bracket call that cannot be read") from None
     return calls
 
 
@@ -383,9 +381,11 @@ def read_conversations(paths: list[str], tok, max_len: int) -> tuple[list, list]
 def measure_calls(model, tok, conversations: list[Conversation], max_new_tokens=512) -> dict:
     """Writes every assistant turn again, greedily, after its true history. Of the turns with calls:
     how many parse, name the right tools, have equal arguments; of the others, how many call."""
-    turns = [(turn, ids[:start]) for c in conversations for ids, mask in [c.render(tok)]
-             for turn, start in zip((t for t in c.turns if t.loss),
-                                   (i for i, x in enumerate(mask) if x > mask[i - 1]))]  # fmt: skip
+    turns = []  # (turn, the tokens before it)
+    for c in conversations:
+        ids, mask = c.render(tok)
+        starts = [i for i, x in enumerate(mask) if x > mask[i - 1]]
+        turns += zip([t for t in c.turns if t.loss], [ids[:i] for i in starts])
     counts = Counter(calls=0, parsed=0, tool=0, arguments=0, plain=0, called=0)
     longest = max((len(ids) for _, ids in turns), default=0) + max_new_tokens
     engine = Engine(model, num_blocks=8 * (longest // 16 + 1))
@@ -486,6 +486,7 @@ def main() -> None:
     folder = Path(cfg.out or f"runs/sft-{cfg.preset}")
     try:
         require(cfg.schedule in ("cosine", "linear"), "--schedule is cosine or linear")
+        require(cfg.dtype in ("bfloat16", "float32"), "--dtype is bfloat16 or float32")
         if cfg.preset != "toy" and not (cfg.init and cfg.data):
             raise ValueError("give --init FOLDER (Hugging Face) and --data FILE[,FILE...]")
         if ranks.first:

@@ -194,6 +194,8 @@ def test_bracket_calls():
         ("a.dd", {"x": [1, -2], "y": {"a": None}}),
     ]
     assert sft.bracket_calls('[f(q="is it true")]', []) == [("f", {"q": "is it true"})]
+    quoted = [("f", {}), ("A's", {"x": "f(1)"})]
+    assert sft.bracket_calls('[f(), A\'s(x="f(1)")]', ["A's"]) == quoted
 
 
 def test_prose_in_brackets_stays_text():
@@ -239,7 +241,7 @@ def chat(*turns):
         ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "call without a name"),
         *[(chat(("user", "a"), ("assistant", text)), "bracket call that cannot be read")
           for text in ('[f("x", y=2)]', '[f(**{"a": 1})]', "[f(x=1)(y=2)]", "[f(x={[]: 1})]",
-                       "[f(x=1), see this(y=2)]")],
+                       "[f(x=1), see this(y=2)]", "[f(x=1) f(y=2)]", "[f(x=g(1))]")],
         *[({"messages": [OPENAI["messages"][1] | {"content": text}]}, "calls in two forms")
           for text in ("[f(x=1)]", f"<functioncall> {json.dumps(CALL)}")],
         (chat(("user", "a"), ("assistant", "<functioncall> " + "[" * 100_000)), "not JSON"),
@@ -320,8 +322,9 @@ def test_toy_script_leaves_a_model(tmp_path):
 def test_script_says_what_is_missing(tmp_path):
     done = run_script("--out", tmp_path / "run")
     assert done.returncode == 1 and "--init" in done.stderr.splitlines()[-1]
-    done = run_script("--preset", "toy", "--schedule", "step", "--out", tmp_path / "run")
-    assert done.stderr.splitlines()[-1] == "sft.py: --schedule is cosine or linear"
+    for field, allowed in (("schedule", "cosine or linear"), ("dtype", "bfloat16 or float32")):
+        done = run_script("--preset", "toy", f"--{field}", "x", "--out", tmp_path / "run")
+        assert done.stderr.splitlines()[-1] == f"sft.py: --{field} is {allowed}"
 
 
 def tiny_folder(path, tok):
