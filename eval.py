@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from data import Problem, Summary, Trajectory, read_problems
 from kvcache_engine import engine_from_folder
-from reward import integer_verdict, is_equivalent
+from reward import integer_verdict
 from rollout import RolloutConfig, model_config, rollout, settings_of_run
 from sandbox import Sandbox
 from scheduler import RolloutQueue, queue_order
@@ -55,11 +55,10 @@ def evaluate(
             engine, box, tok, queue, problems, cfg, seed=f"evaluation {seed}", step=0, progress=done
         )
     summaries = [s for rows in gather([t.summary() for t in trajectories]) for s in rows]
-    labels = {p.id: p.answer for p in problems}
-    return {**score(summaries, labels), "seconds": stats.seconds}, trajectories
+    return {**score(summaries), "seconds": stats.seconds}, trajectories
 
 
-def score(summaries: list[Summary], labels: dict[str, str]) -> dict:
+def score(summaries: list[Summary]) -> dict:
     """pass@1 with its standard error, maj@k, pass@k, tool errors, length, turns."""
     by_problem = defaultdict(list)
     for s in summaries:
@@ -144,19 +143,22 @@ def audit(run: Path, workers: int = 2) -> list[str]:
             if (r.status, whole(r)) != (c.status, whole(c)):
                 was, now = (f"{x.status} {x.stdout[:60]!r}" for x in (c, r))
                 differences.append(f"{place(t)} turn {c.turn}: call was {was}, is {now}")
-    for t in tqdm(trajectories, desc="answers"):
-        if (again := float(verdict(t))) != t.reward:
-            why = f"(answer {t.answer!r}, label {t.problem.answer!r})"
-            differences.append(f"{place(t)}: reward was {t.reward}, is {again} {why}")
+        for t in tqdm(trajectories, desc="answers"):
+            if (again := float(verdict(t, box))) != t.reward:
+                why = f"(answer {t.answer!r}, label {t.problem.answer!r})"
+                differences.append(f"{place(t)}: reward was {t.reward}, is {again} {why}")
     print(f"{len(calls)} calls and {len(trajectories)} answers again, {len(differences)} differ")
     return differences
 
 
-def verdict(t: Trajectory) -> bool:
+def verdict(t: Trajectory, box) -> bool:
+    """As in a rollout: what is no integer is decided in the sandbox, under a time limit."""
     if t.answer is None or t.stop_reason in ("length", "wall"):
         return False
-    fast = integer_verdict(t.answer, t.problem.answer)
-    return is_equivalent(t.answer, t.problem.answer) if fast is None else fast
+    if (fast := integer_verdict(t.answer, t.problem.answer)) is not None:
+        return fast
+    result = box.result(box.submit_check(t.answer, t.problem.answer))
+    return result.status == "ok" and result.stdout.strip() == "1"
 
 
 # ---- entropy (section 5.4, figures 10, 11) ----
@@ -219,10 +221,9 @@ def write_samples(path: Path, problems: list[Problem], trajectories: list[Trajec
 def evaluate_folder(args) -> None:
     """--model and --run: load, roll out, print the numbers, write the samples."""
     torch.set_num_threads(1)
-    given = {k: getattr(args, k) for k in ("temperature", "top_p", "max_tokens", "max_turns")}
-    given = {k: v for k, v in given.items() if v is not None}
-    folder, cfg = (args.model, None) if args.model else settings_of_run(args.run)
-    cfg = replace(cfg, **given) if cfg else model_config(args.chat, **given)
+    folder, cfg = settings_of_run(args.run) if args.run else (args.model, model_config(args.chat))
+    fields = ("temperature", "top_p", "max_tokens", "max_turns")
+    cfg = replace(cfg, **{k: v for k in fields if (v := getattr(args, k)) is not None})
     problems = read_problems(args.data or args.run / "evaluation.jsonl")[: args.limit]
     tok = Tokenizer.from_file(folder / "tokenizer.json")
     cache = args.cache_tokens or 4 * cfg.max_tokens

@@ -4,12 +4,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import eval as evaluation
 from data import Problem, ToolCall, Trajectory
 from eval import audit, entropy_analysis, score, table, verdict
+from sandbox import ToolResult
 
 ROOT = Path(__file__).parent.parent
 
@@ -34,7 +36,7 @@ def test_score_by_hand():
         trajectory("b", 0, 1.0, "42", ("ok",)),
         trajectory("b", 1, 1.0, "42", ()),
     ]
-    r = score([t.summary() for t in rows], {})
+    r = score([t.summary() for t in rows])
     assert (r["pass@1"], r["stderr"], r["pass@k"], r["maj@k"]) == (0.75, 0.25, 1.0, 1.0)
     assert (r["errors_per_call"], r["errors_per_call_correct"]) == (0.25, pytest.approx(1 / 3))
     assert (r["calls"], r["length"], r["turns"], r["over_limit"]) == (1.0, 5.0, 2.0, 0.0)
@@ -43,15 +45,15 @@ def test_score_by_hand():
 
 def test_a_majority_of_wrong_answers_is_wrong_and_no_answer_is_no_vote():
     wrong = [trajectory("a", i, 0.0, "7") for i in (0, 1)] + [trajectory("a", 2, 1.0, "42")]
-    r = score([t.summary() for t in wrong], {})
+    r = score([t.summary() for t in wrong])
     assert r["maj@k"] == 0.0 and r["pass@k"] == 1.0
     silent = [trajectory("a", i, 0.0, None) for i in (0, 1)] + [trajectory("a", 2, 1.0, "42")]
-    assert score([t.summary() for t in silent], {})["maj@k"] == 1.0
+    assert score([t.summary() for t in silent])["maj@k"] == 1.0
 
 
 def test_truncated_is_wrong_whatever_the_answer():
-    assert verdict(trajectory()) and not verdict(trajectory(stop="length"))
-    assert not verdict(trajectory(answer=None)) and not verdict(trajectory(answer="41"))
+    rows = trajectory(), trajectory(stop="length"), trajectory(answer=None), trajectory(answer="41")
+    assert [verdict(t, box=None) for t in rows] == [True, False, False, False]  # no sandbox needed
 
 
 def stored(tmp_path, *rows):
@@ -75,6 +77,15 @@ def test_audit_finds_nothing_in_true_traces_and_every_lie(tmp_path, capsys):
     (tmp_path / "traces" / "step_00002.jsonl").write_text(json.dumps(liar.to_json()) + "\n")
     call, answer = audit(tmp_path, workers=1)
     assert "'42\\n'" in call and "reward was 0.0, is 1.0" in answer
+
+
+def test_what_is_no_integer_is_judged_in_the_sandbox_under_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr("reward.is_equivalent", None)  # of this process
+    true, lie = trajectory(answer="\\frac{84}{2}"), trajectory(answer="\\frac{83}{2}", rollout=1)
+    (told,) = audit(stored(tmp_path, true, lie), workers=1)
+    assert "rollout 1" in told and "reward was 1.0, is 0.0" in told
+    hung = SimpleNamespace(submit_check=lambda *pair: 0, result=lambda _: ToolResult("timeout"))
+    assert not verdict(true, hung)
 
 
 def test_a_folder_without_traces_and_a_broken_line_are_sentences(tmp_path):
