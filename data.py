@@ -196,9 +196,9 @@ def pack(documents, weights=1.0, advantages=0.0, device="cpu") -> Batch:
     >>> pack([([5, 6, 7], [0, 1, 1]), ([8, 9], [0, 1])], weights=0.5).token_weights.tolist()
     [0.0, 0.5, 0.5, 0.0, 0.5]
     """
-    rl = lambda d: (d.token_ids, d.loss_mask, d.logprobs)
-    sft = lambda ids, mask: (ids, mask, [0.0] * len(ids))
-    ids, masks, engine = zip(*(rl(d) if isinstance(d, Trajectory) else sft(*d) for d in documents))
+    rows = [(d.token_ids, d.loss_mask, d.logprobs) if isinstance(d, Trajectory)
+            else (*d, [0.0] * len(d[0])) for d in documents]  # fmt: skip
+    ids, masks, engine = zip(*rows)
     lengths = torch.tensor([len(x) for x in ids])
     flat = lambda rows, dtype: torch.tensor([x for row in rows for x in row], dtype=dtype)
     each = lambda values: torch.as_tensor(values, dtype=torch.float32).expand(len(ids))
@@ -270,24 +270,20 @@ def iter_rows(path, start: int = 0) -> Iterator[tuple[int, object]]:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there: give a .jsonl, .json or .parquet file")
-    if path.suffix == ".parquet":
-        yield from islice(enumerate(_parquet_rows(path), 1), start, None)
-        return
     with open(path, "rb") as f:
-        is_list = f.peek(256)[:256].lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")  # BOM
-        rows = read_json(f.read(), f"{path} begins as a JSON list but is not one") if is_list else f
+        if path.suffix == ".parquet":
+            try:
+                from pyarrow.parquet import ParquetFile
+            except ImportError:
+                raise OSError(f"{path}: parquet needs pyarrow: pip install pyarrow") from None
+            rows = (row for batch in ParquetFile(f).iter_batches() for row in batch.to_pylist())
+        elif f.peek(256)[:256].lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):  # BOM
+            rows = read_json(f.read(), f"{path} begins as a JSON list but is not one")
+        else:
+            rows = f
         for line, row in islice(enumerate(rows, 1), start, None):
             if not (isinstance(row, bytes) and row.isspace()):
                 yield line, row
-
-
-def _parquet_rows(path):
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise OSError(f"{path}: parquet needs pyarrow: pip install pyarrow") from None
-    for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
-        yield from batch.to_pylist()
 
 
 def require(fine, cause: str) -> None:

@@ -22,6 +22,7 @@ import math
 import sys
 from collections import Counter, defaultdict
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from random import Random
 
@@ -204,18 +205,14 @@ def kinds_of_tokens(row: dict, tok) -> list[tuple[float, str, str]]:
 # ---- command line ----
 
 
-def write_samples(path: Path, problems: list[Problem], trajectories: list[Trajectory]) -> None:
+def write_samples(path: Path, trajectories: list[Trajectory]) -> None:
     """One row a problem with all its sampled answers: what `data.py filter` reads to decide "label
-    matched at least k of n times" and "not solved 8 of 8"."""
-    by_problem = defaultdict(list)
-    for t in trajectories:
-        by_problem[t.problem.id].append(t)
+    matched at least k of n times" and "not solved 8 of 8". Trajectories come sorted by problem."""
     with open(path, "w") as f:
-        for p in problems:
-            rows = sorted(by_problem[p.id], key=lambda t: t.rollout)
+        for p, run in groupby(trajectories, key=lambda t: t.problem):
+            answers, correct = zip(*((t.answer, int(t.reward)) for t in run))
             row = dict(id=p.id, question=p.question, answer=p.answer)
-            row |= dict(samples=[t.answer for t in rows], correct=[int(t.reward) for t in rows])
-            f.write(json.dumps(row) + "\n")
+            f.write(json.dumps(row | dict(samples=answers, correct=correct)) + "\n")
 
 
 def evaluate_folder(args) -> None:
@@ -234,7 +231,7 @@ def evaluate_folder(args) -> None:
     print(table([(folder.name, numbers)]))
     print(f"maj@{args.samples} {numbers['maj@k']:.3f}  pass@{args.samples} {numbers['pass@k']:.3f}")
     if args.out:
-        write_samples(args.out, problems, trajectories)
+        write_samples(args.out, trajectories)
         print(f"answers of {len(problems)} problems in {args.out}")
 
 

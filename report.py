@@ -196,6 +196,7 @@ def chart(title: str, note: str, line: list, dots: list, borders: list) -> str:
     x1, y1 = max(x1, x0 + 1), y1 if y1 > y0 else y0 + 1
     px = lambda x: left + (x - x0) / (x1 - x0) * (width - left - 8)
     py = lambda y: height - bottom - (y - y0) / (y1 - y0) * (height - top - bottom)
+    short = lambda y: f"{y:,.0f}" if abs(y) >= 100 else f"{y:.3g}"  # 1,690 and 0.0685 and 1e-07
     parts = [
         f"<line x1={left} x2={width} y1={py(y):.1f} y2={py(y):.1f} stroke='var(--line)'/>"
         f"<text x={left - 4} y={py(y) + 3:.1f} text-anchor=end>{short(y)}</text>"
@@ -218,11 +219,6 @@ def chart(title: str, note: str, line: list, dots: list, borders: list) -> str:
     parts.append(f"<text x={width} y={height - 3} text-anchor=end>{x1}</text>")
     svg = f"<svg viewBox='0 0 {width} {height}'>{''.join(parts)}</svg>"
     return f"<div class=chart><b>{title}</b><div class=soft>{note}</div>{svg}</div>"
-
-
-def short(y: float) -> str:
-    """1690.3 -> 1,690; 0.0685 -> 0.0685; 1e-07 -> 1e-07"""
-    return f"{y:,.0f}" if abs(y) >= 100 else f"{y:.3g}"
 
 
 # ---- traces ----

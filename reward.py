@@ -60,8 +60,6 @@ def integer_verdict(answer: str, gold: str) -> bool | None:
 
 def integer(text: str) -> str | None:
     """Canonical digits, "+1,234." -> "1234", "-007" -> "-7". Text, as int() stops at 4,300."""
-    if text.isascii() and text.isdigit() and text[0] != "0":  # nearly all, and 5 times as fast
-        return text
     if match := INTEGER.fullmatch(text):
         digits = re.sub(r"\D", "", match[2]).lstrip("0")
         return "-" * (match[1] in ("-", "−")) + digits if digits else "0"

@@ -143,6 +143,16 @@ def test_files_that_cannot_be_read_say_what_to_do(tmp_path):
             read_problems(write(tmp_path / "a.parquet", {}))
 
 
+def test_parquet_rows_are_read_as_json_lines_are(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    from pyarrow.parquet import write_table
+
+    row = {"prompt": [{"role": "user", "content": "1+1?"}], "reward_model": {"ground_truth": "2"}}
+    table = pyarrow.Table.from_pylist([row, row | {"reward_model": None}, row])
+    write_table(table, tmp_path / "a.parquet")
+    assert [p.id for p in read_problems(tmp_path / "a.parquet")] == ["a-1", "a-3"]
+
+
 # ---- filters ----
 
 
