@@ -89,10 +89,9 @@ def error_share(summaries: list[Summary]) -> float:
 
 def majority_is_right(rows: list[Summary]) -> bool:
     """The answer given most often (first seen wins a tie), by its text; no answer is no vote."""
-    rows = sorted(rows, key=lambda s: s.rollout)
-    votes = Counter(s.answer for s in rows if s.answer is not None)
-    [(winner, _)] = votes.most_common(1) or [(None, 0)]
-    return winner is not None and next(s.reward for s in rows if s.answer == winner) > 0.5
+    votes = sorted((s for s in rows if s.answer is not None), key=lambda s: s.rollout)
+    count = Counter(s.answer for s in votes)
+    return bool(votes) and max(votes, key=lambda s: count[s.answer]).reward > 0.5
 
 
 def table(rows: list[tuple[str, dict]]) -> str:
@@ -173,8 +172,7 @@ def entropy_analysis(run: Path, count: int = 64, share: float = 0.2, seed: int =
     tok = Tokenizer.from_file(settings_of_run(run)[0] / "tokenizer.json")
     tokens = [token for row in rows for token in kinds_of_tokens(row, tok)]
     threshold = sorted((h for h, _, _ in tokens), reverse=True)[int(share * len(tokens))]
-    head = f"{len(rows)} trajectories, {len(tokens)} tokens; top {share:.0%}"
-    lines = [f"{head}: H > {threshold:.3f}"]
+    lines = [f"{len(rows)} trajectories, {len(tokens)} tokens; top {share:.0%}: H > {threshold:.3f}"]
     for kind in ("reasoning", "code", "after a tool response"):
         of_kind = [(h, text) for h, k, text in tokens if k == kind]
         if n := len(of_kind):
