@@ -172,7 +172,8 @@ def entropy_analysis(run: Path, count: int = 64, share: float = 0.2, seed: int =
     tok = Tokenizer.from_file(settings_of_run(run)[0] / "tokenizer.json")
     tokens = [token for row in rows for token in kinds_of_tokens(row, tok)]
     threshold = sorted((h for h, _, _ in tokens), reverse=True)[int(share * len(tokens))]
-    lines = [f"{len(rows)} trajectories, {len(tokens)} tokens; top {share:.0%}: H > {threshold:.3f}"]
+    head = f"{len(rows)} trajectories, {len(tokens)} tokens; top {share:.0%}"
+    lines = [f"{head}: H > {threshold:.3f}"]
     for kind in ("reasoning", "code", "after a tool response"):
         of_kind = [(h, text) for h, k, text in tokens if k == kind]
         if n := len(of_kind):
