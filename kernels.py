@@ -181,12 +181,16 @@ class _RMSNorm(torch.autograd.Function):
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x (..., C), weight (C,) -> (..., C)."""
+    if not (torch.is_grad_enabled() or _on_kernels(x)):
+        return F.rms_norm(x, weight.shape, weight, eps)  # the reference's bits, in one call
     return _RMSNorm.apply(x, None, weight, eps)
 
 
 def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x, residual (..., C) -> (rmsnorm(x + residual), x + residual)."""
     assert x.shape == residual.shape, f"x {tuple(x.shape)}, residual {tuple(residual.shape)}"
+    if not (torch.is_grad_enabled() or _on_kernels(x)):
+        return rmsnorm(s := x + residual, weight, eps), s
     return _RMSNorm.apply(x, residual, weight, eps)
 
 
@@ -194,14 +198,12 @@ def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tupl
 
 def rotary_reference(x, cos, sin, weight, eps):
     """The halves of D are the coordinates of D/2 planes, each turned by its angle: x (T, H, D),
-    cos, sin (T, 1, D/2); RMS-normed over D first if there is a weight -> y, rstd (T, H, 1)."""
+    cos = (c, c), sin = (-s, s) (T, 1, D); RMS-normed over D first if there is a weight
+    -> y, rstd (T, H, 1)."""
     h, rstd = x.float(), None
     if weight is not None:
         h, _, rstd = rmsnorm_reference(h, None, weight, eps)
-    (a, b), y = h.chunk(2, -1), torch.empty_like(h)
-    torch.addcmul(a * cos, b, sin, value=-1, out=y[..., : x.shape[-1] // 2])
-    torch.addcmul(b * cos, a, sin, out=y[..., x.shape[-1] // 2 :])
-    return y.to(x.dtype), rstd
+    return torch.addcmul(h * cos, h.roll(x.shape[-1] // 2, -1), sin).to(x.dtype), rstd
 
 
 @jit
@@ -220,7 +222,7 @@ def rotary_kernel(x, cos, sin, weight, y, rstd, eps, sign, H: tl.constexpr, D: t
         tl.store(rstd + t * H + head, r, mask=head < H)
         a *= r[:, None] * tl.load(weight + d).to(tl.float32)
         b *= r[:, None] * tl.load(weight + d + D // 2).to(tl.float32)
-    co, si = tl.load(cos + t * (D // 2) + d), tl.load(sin + t * (D // 2) + d) * sign
+    co, si = tl.load(cos + t * D + d), tl.load(sin + t * D + D // 2 + d) * sign
     tl.store(y + at, (a * co - b * si).to(y.dtype.element_ty), mask=inside)
     tl.store(y + at + D // 2, (b * co + a * si).to(y.dtype.element_ty), mask=inside)
 
@@ -257,7 +259,8 @@ class _Rotary(torch.autograd.Function):
 def _cos_sin(positions, inv_freq):
     with torch.inference_mode(False):  # the engine may ask first, and training after it
         angle = positions.float()[:, None, None] * inv_freq  # (T, 1, D/2)
-        return angle.cos(), angle.sin()
+        cos, sin = angle.cos(), angle.sin()
+        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)  # (T, 1, D)
 
 
 def rotary(q: Tensor, k: Tensor, positions: Tensor, inv_freq: Tensor, q_weight: Tensor = None,
@@ -270,6 +273,9 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, inv_freq: Tensor, q_weight: 
     assert (T, D) == (Tk, Dk) == (len(positions), 2 * len(inv_freq)), (q.shape, k.shape)
     cos, sin = _cos_sin(positions, inv_freq)
     if not torch.is_grad_enabled():
+        if q_weight is not None and not _on_kernels(q):
+            q, k = rmsnorm(q, q_weight, eps), rmsnorm(k, k_weight, eps)
+            q_weight = k_weight = None
         return tuple(_rotary(x, cos, sin, w, eps)[0] for x, w in ((q, q_weight), (k, k_weight)))
     q = _Rotary.apply(q, cos, sin, q_weight, eps)
     return q, _Rotary.apply(k, cos, sin, k_weight, eps)
@@ -340,22 +346,30 @@ def _attend_rows(q, k_cache, v_cache, blocks, mask, scale):
 
 @functools.lru_cache(maxsize=1)  # tensors compare by identity: one step's layers share the work
 def _rows_by_length(block_tables, context_lens, block):
-    """[(rows of one rounded key length, their blocks, mask)]. Subtle: a step brings new tensors;
-    one changed in place would not be noticed."""
-    lens, groups = (context_lens + KEY_MULTIPLE - 1) // KEY_MULTIPLE * KEY_MULTIPLE, []
-    for key_len in filter(None, lens.unique().tolist()):
-        for rows in (lens == key_len).nonzero().flatten().split(max(1, GATHER_CHUNK // key_len)):
+    """-> rows by length (B,), the way back (B,), [(a stretch of these, their blocks, mask)] where
+    all have one rounded key length. Subtle: a step brings new tensors; one changed in place would
+    not be noticed."""
+    lens = (context_lens + KEY_MULTIPLE - 1) // KEY_MULTIPLE * KEY_MULTIPLE
+    lens, order = lens.sort(stable=True)
+    block_tables, context_lens, groups, start = block_tables[order], context_lens[order], [], 0
+    for key_len, count in zip(*(x.tolist() for x in lens.unique_consecutive(return_counts=True))):
+        end, most = start + count, max(1, GATHER_CHUNK // max(key_len, 1))
+        for at in range(start, end, most) if key_len else ():
+            rows = slice(at, min(at + most, end))
             where = _blocks_and_mask(block_tables[rows], context_lens[rows], key_len, block)
             groups.append((rows, *where))
-    return groups
+        start = end
+    return order, order.argsort(), groups
 
 
 def paged_decode_attention_reference(q, k_cache, v_cache, block_tables, context_lens, scale):
     """softmax(scale q K^T) V over the context; rows of one rounded key length go together."""
+    order, back, groups = _rows_by_length(block_tables, context_lens, k_cache.shape[1])
+    q = q.index_select(0, order)
     out = torch.zeros_like(q)
-    for rows, *where in _rows_by_length(block_tables, context_lens, k_cache.shape[1]):
+    for rows, *where in groups:
         out[rows] = _attend_rows(q[rows], k_cache, v_cache, *where, scale)
-    return out
+    return out.index_select(0, back)
 
 
 def paged_prefill_attention_reference(q, k_cache, v_cache, cu_seqlens, context_lens, block_tables,

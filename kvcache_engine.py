@@ -248,6 +248,7 @@ class Engine:
         self.paused: dict[object, Sequence] = {}  # between two turns, longest pause first
         self.arrivals = itertools.count()
         self.counters = Counters()
+        model.pack()
         self.regrow_cache()
 
     def add(self, seq_id, token_ids: list[int], *, max_new_tokens: int, noise_key: int,
@@ -395,11 +396,10 @@ class Engine:
             for cache in (*self.k_cache, *self.v_cache):
                 cache[target] = cache[source]
             self.blocks.copies.clear()
-        hidden = self.model(token_ids, positions, attend)  # (T, C)
-
         last = {s: pad + e - 1 for s, n, e in zip(seqs, lens, ends) if n == len(s.token_ids)}
-        index = [*last.values()] + [0] * (MIN_ROWS - len(last))  # the head is a matmul too
-        return hidden[torch.tensor(index, device=self.device)], [*last]
+        index = [*last.values()] + [0] * (MIN_ROWS - len(last))
+        index = torch.tensor(index, device=self.device)
+        return self.model(token_ids, positions, attend, rows=index), [*last]
 
     def paged_attention(self, pad, counts, lens, tables, slots):
         """-> attend(layer, q (T, H, D), k (T, K, D), v (T, K, D)) -> (T, H, D) for this step."""
@@ -496,6 +496,7 @@ class Engine:
             assert name in mine, f"the engine's model has no {name}: are the two configs equal?"
             mine.pop(name).copy_(tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor)
         assert not mine, f"no new values for {sorted(mine)}: give all parameters of the model"
+        self.model.pack()
 
 
 def blocks_that_fit(model: Model, memory_share: float = 0.9, **engine_args) -> int:

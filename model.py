@@ -72,36 +72,48 @@ class Model(nn.Module):
         if not config.tie_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def forward(self, token_ids, positions, attend, targets=None, temperature=1.0):
-        """token_ids, positions (T,) -> hidden (T, C) after the final norm.
+    def forward(self, token_ids, positions, attend, targets=None, temperature=1.0, rows=None):
+        """token_ids, positions (T,) -> hidden after the final norm, of all rows or of rows (R,).
 
         With targets (T,), -1 = no loss here: (logprobs, entropies), both (T,) fp32, of the next
         token's distribution at this temperature; 0 where the target is -1.
         """
-        rows = None if targets is None else (targets >= 0).nonzero()[:, 0]  # (R,)
+        if targets is not None:
+            rows = (targets >= 0).nonzero()[:, 0]  # (R,)
         hidden, residual = self.embed_tokens(token_ids), None  # (T, C)
         for block in self.layers:
             wanted = rows if block is self.layers[-1] else None
             hidden, residual = block(hidden, residual, positions, attend, wanted)
-        hidden, _ = self.norm(hidden, residual)  # (T, C), or (R, C) with targets
+        hidden, _ = self.norm(hidden, residual)  # (R, C)
         if targets is None:
             return hidden
-        values = token_logprobs(hidden, self.head_weight(), targets[rows], temperature)
+        values = token_logprobs(hidden, self.head().weight, targets[rows], temperature)
         zeros = torch.zeros(len(targets), device=hidden.device)
         return tuple(zeros.index_copy(0, rows, value) for value in values)
 
-    def head_weight(self) -> Tensor:
-        return (self.embed_tokens if self.config.tie_embeddings else self.lm_head).weight  # (V, C)
+    def head(self) -> nn.Module:
+        return self.embed_tokens if self.config.tie_embeddings else self.lm_head
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (B, C) -> (B, V) fp32"""
-        return F.linear(hidden, self.head_weight()).float()
+        return linears(hidden, self.head())[0].float()
+
+    def pack(self) -> None:
+        """For generation on a CPU: see `linears`. To be called again when the weights change."""
+        if sum(p.numel() for p in self.parameters()) < PACK_FROM:
+            return
+        pack(self.head())
+        for block in self.layers:
+            pack(block.self_attn.q_proj, block.self_attn.k_proj, block.self_attn.v_proj)
+            pack(block.self_attn.o_proj)
+            pack(block.mlp.gate_proj, block.mlp.up_proj)
+            pack(block.mlp.down_proj)
 
 
 class Block(nn.Module):
     """One layer. The residual travels beside the hidden state: an addition is fused with the norm
     that follows it, in this block or the next. rows (R,), in the last block alone: where an output
-    is wanted (less than half of T, with tool output); what comes after attention is made for these.
+    is wanted (not for prompts and tool output); what comes after attention is made for these.
     """
 
     recompute = False  # set from outside: activations are made again in the backward
@@ -140,14 +152,13 @@ class Attention(nn.Module):
         self.k_norm = Norm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
     def forward(self, x, positions, attend, rows):
-        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # (T, H, D)
-        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))  # (T, K, D)
-        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # (T, K, D)
+        q, k, v = linears(x, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))  # (T, H or K, D)
         inv_freq = inverse_frequencies(self.head_dim, self.rope_theta, x.device)
         norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps) if self.q_norm else ()
         q, k = rotary(q, k, positions, inv_freq, *norms)
         out = attend(self.layer, q, k, v).flatten(1)  # (T, H * D)
-        return self.o_proj(out if rows is None else out.index_select(0, rows))
+        return linears(out if rows is None else out.index_select(0, rows), self.o_proj)[0]
 
 
 class Mlp(nn.Module):
@@ -158,7 +169,31 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(inner, size, bias=False)
 
     def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = linears(x, self.gate_proj, self.up_proj)
+        return linears(F.silu(gate) * up, self.down_proj)[0]
+
+
+PACK_FROM = 1 << 20  # parameters of a model; in a smaller one a call costs more than it saves
+
+
+def pack(*layers: nn.Module) -> None:
+    """Keeps the matrices of layers with the same input together, in oneDNN's own order."""
+    weights, oneDNN = [layer.weight for layer in layers], torch.backends.mkldnn
+    if weights[0].is_cpu and weights[0].dtype == torch.float32 and oneDNN.is_available():
+        together = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights), None)
+        biases = [b for layer in layers if (b := getattr(layer, "bias", None)) is not None]
+        bias, sizes = torch.cat(biases) if biases else None, [len(w) for w in weights]
+        layers[0].packed = weights, [w._version for w in weights], together, bias, sizes
+
+
+def linears(x: Tensor, *layers: nn.Module) -> list[Tensor]:
+    """x (T, C) through each of some linear layers. Where they are packed (for generation) and not
+    changed since, as one matmul; with few rows it takes two thirds of the time."""
+    weights, versions, together, bias, sizes = layers[0].__dict__.get("packed", (None,) * 5)
+    if not weights or torch.is_grad_enabled() or [w._version for w in weights] != versions:
+        return [F.linear(x, layer.weight, getattr(layer, "bias", None)) for layer in layers]
+    y = torch.ops.mkldnn._linear_pointwise.default(x, together, bias, "none", [], "")
+    return y.split_with_sizes(sizes, -1) if len(sizes) > 1 else [y]
 
 
 class Norm(nn.Module):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import kvcache_engine
+import model
 from kvcache_engine import BlockManager, Engine, Sequence
 from model import Model, ModelConfig, init_weights, packed_attention, save_model
 from tokenizer import Tokenizer
@@ -21,9 +22,9 @@ CONFIG = ModelConfig(VOCAB, 32, 2, 4, 2, 8, 64, max_positions=512)
 
 
 def tiny_model(seed=0, config=CONFIG):
-    model = Model(config).eval()
-    init_weights(model, seed, embedding_std=1.0, std=0.3)  # sharp enough to differ, not to repeat
-    return model
+    net = Model(config).eval()
+    init_weights(net, seed, embedding_std=1.0, std=0.3)  # sharp enough to differ, not to repeat
+    return net
 
 
 MODEL = tiny_model()
@@ -222,10 +223,16 @@ def play(engine, numbers, rng=None):
     return turns
 
 
-@pytest.fixture(scope="module")
-def alone():
-    """Some sequences, each in an engine of its own, where it has nothing to share."""
-    return {i: play(Engine(MODEL, 64, 4, prefix_cache=False), [i])[i] for i in range(0, 64, 5)}
+@pytest.fixture(scope="module", params=["plain", "packed"])
+def alone(request):
+    """A model, as it is or packed as a larger one would be, and what it makes of some sequences,
+    each in an engine of its own, where it has nothing to share."""
+    net = tiny_model()
+    if request.param == "packed":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model, "PACK_FROM", 0)
+            net.pack()
+    return net, {i: play(Engine(net, 64, 4, prefix_cache=False), [i])[i] for i in range(0, 64, 5)}
 
 
 @pytest.mark.parametrize(
@@ -234,7 +241,8 @@ def alone():
 def test_a_sequence_has_the_same_bits_alone_and_among_63_others(
     alone, num_blocks, block_size, max_batch_tokens
 ):
-    engine = Engine(MODEL, num_blocks, block_size, max_batch_tokens=max_batch_tokens)
+    net, alone = alone
+    engine = Engine(net, num_blocks, block_size, max_batch_tokens=max_batch_tokens)
     together = play(engine, range(64), random.Random(0))
     counters = engine.counters
     assert counters.cached > 500, counters
@@ -246,10 +254,10 @@ def test_a_sequence_has_the_same_bits_alone_and_among_63_others(
 
 
 def test_logprobs_and_entropies_are_those_of_a_plain_forward(alone):
-    for i in alone:
+    for i, turns in alone[1].items():
         prompt, responses = script(i)
         token_ids, expected = list(prompt), []
-        for turn, response in zip(alone[i], [*responses, []]):
+        for turn, response in zip(turns, [*responses, []]):
             assert 1 <= len(turn.token_ids) == len(turn.logprobs) == len(turn.entropies)
             start = len(token_ids)
             expected += zip(range(start, start + 99), turn.logprobs, turn.entropies)

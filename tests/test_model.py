@@ -17,6 +17,7 @@ from model import (
     ModelConfig,
     init_weights,
     inverse_frequencies,
+    linears,
     load_model,
     packed_attention,
     read_config,
@@ -133,6 +134,33 @@ def test_targets_give_logprobs_and_entropies_of_the_wanted_rows(config, temperat
     got = gradients(model, (logprobs + 0.1 * entropies).sum())
     want = gradients(model, (want_logprobs + 0.1 * want_entropies).sum())
     assert_same_gradients(got, want, 1e-4)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_packed_weights_give_the_same_logits_until_they_change(config, monkeypatch):
+    """Packed, the bits of a row are its own as well; small models are left as they are."""
+    model, (token_ids, positions, cu_seqlens) = small_model(config), packed_tokens()
+    attend, gate = packed_attention(cu_seqlens), model.layers[0].mlp.gate_proj
+    x = torch.randn(99, 32)
+    with torch.no_grad():
+        logits = lambda: model.logits(model(token_ids, positions, attend))
+        plain = logits()
+        model.pack()
+        assert not hasattr(gate, "packed")
+        monkeypatch.setattr("model.PACK_FROM", 0)
+        model.pack()
+        assert hasattr(gate, "packed") == torch.backends.mkldnn.is_available()
+        torch.testing.assert_close(logits(), plain, rtol=1e-5, atol=1e-5)
+        up = linears(x, gate, model.layers[0].mlp.up_proj)[1]
+        for n in range(4, 99):
+            assert torch.equal(linears(x[:n], gate, model.layers[0].mlp.up_proj)[1], up[:n])
+        gate.weight.mul_(2)
+        changed = logits()
+        model.pack()
+        torch.testing.assert_close(logits(), changed, rtol=1e-5, atol=1e-5)
+        assert (changed - plain).abs().max() > 0.01
+    model(token_ids, positions, attend).sum().backward()  # gradients do not see it
+    assert gate.weight.grad.abs().sum() > 0
 
 
 def test_a_batch_without_targets_has_zero_gradients():
