@@ -396,11 +396,10 @@ class Loop:
                 self.score(seq_id, False)
 
 
-def model_config(chat: bool, **given) -> RolloutConfig:
+def model_config(chat: bool) -> RolloutConfig:
     """The paper's evaluation settings (section 5.1), for a folder that is not a run of ours."""
     form = dict(chat=True, system_text="", user_template=CHAT_TEMPLATE) if chat else {}
-    settings = dict(max_turns=30, max_tokens=30720, temperature=0.6) | form
-    return RolloutConfig(**settings | {k: v for k, v in given.items() if v is not None})
+    return RolloutConfig(max_turns=30, max_tokens=30720, temperature=0.6, **form)
 
 
 # ---- talk to a model ----
@@ -453,6 +452,8 @@ def main() -> None:
     parser.add_argument("--colour", action=argparse.BooleanOptionalAction)
     parser.add_argument("--device", default=None, help="cpu or cuda; default: what is there")
     args = parser.parse_args()
+    if args.run and args.chat:
+        parser.error("--chat is for --model: a run folder has a form of its own")
 
     torch.set_num_threads(1)
     try:

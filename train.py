@@ -130,6 +130,8 @@ class Config:
             raise ValueError("rollouts and group_size: at least 2, one alone has no advantage")
         if 2 * self.min_keep > kept:
             raise ValueError("min_keep: twice as many must fit into min(group_size, rollouts)")
+        if self.roc_eps <= 0:
+            raise ValueError("roc_eps: above 0, a clean trajectory weighs 1 / roc_eps")
         for name, (*most, last) in CHOICES.items():
             if (value := getattr(self, name)) not in (*most, last):
                 raise ValueError(f"{name} {value!r}: choose {', '.join(most)} or {last}")
@@ -636,6 +638,8 @@ def start(cfg: Config, given: set[str], ranks: Ranks, box) -> Job:
     found = parallel.newest_checkpoint(folder / "checkpoints") if ranks.first else None
     path, damaged = parallel.broadcast_over_ranks(found)
     print0(ranks, *damaged, sep="\n", end="\n" if damaged else "")
+    if damaged and path is None:
+        raise ValueError(f"no checkpoint of {folder} is whole: start over with --fresh")
     in_rl = path is not None and path.name.startswith("1-rl")
     job.optimizer = sft.make_optimizer(model, cfg if in_rl else sft.Config(**sft.PRESETS["toy"]))
     if path:
@@ -644,7 +648,8 @@ def start(cfg: Config, given: set[str], ranks: Ranks, box) -> Job:
         print0(ranks, f"continues from {path}")
     if ranks.first and (metrics := folder / "metrics.jsonl").exists():
         rows = metrics.read_text().splitlines(keepends=True)  # later ones will be written again
-        metrics.write_text("".join(rows[: job.state["rows"]]))
+        (folder / ".metrics.tmp").write_text("".join(rows[: job.state["rows"]]))
+        (folder / ".metrics.tmp").rename(metrics)
     return job
 
 

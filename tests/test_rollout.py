@@ -2,6 +2,7 @@
 
 import json
 import socket
+import sys
 import time
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from data import Problem, Trajectory
 from kvcache_engine import Engine
 from model import Model, ModelConfig, init_weights
-from rollout import RolloutConfig, live_printer, parse_tool_calls, rollout
+from rollout import RolloutConfig, live_printer, main, parse_tool_calls, rollout
 from scheduler import RolloutQueue, queue_order
 from tokenizer import Tokenizer, render_conversation
 
@@ -389,3 +390,19 @@ def test_log_probabilities_are_those_of_a_plain_forward(tok):
     torch.testing.assert_close(
         entropies[mask], torch.tensor(t.entropies[1:])[mask], atol=1e-4, rtol=0
     )
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (["--run", "runs/none"], "it is not a run folder of train.py"),
+        (["--run", "runs/none", "--chat"], "--chat is for --model"),
+        (["--model", "runs/none"], "tokenizer.json"),
+        ([], "one of the arguments --run --model is required"),
+    ],
+)
+def test_the_command_line_says_what_is_wrong(monkeypatch, capsys, flags, sentence):
+    monkeypatch.setattr(sys, "argv", ["rollout.py", "1 + 1?", *flags])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert sentence in f"{stop.value.code}{''.join(capsys.readouterr())}"

@@ -6,6 +6,7 @@ untrained model has groups with signal and every step updates the weights.
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -177,6 +178,7 @@ def test_errors_are_one_sentence(whole, tmp_path, monkeypatch, capsys):
         (["--preset", "toys"], "unknown preset 'toys': choose one of toy,"),
         (["--rollouts", "many"], "invalid int value"),
         (["--min-keep", "9"], "min_keep"),
+        (["--roc-eps", "0"], "roc_eps: above 0"),
         (["--policy", "x"], "policy 'x': choose static, static_groups, capacity or expected"),
         (["--dry-run", "--init", str(tmp_path / "missing")], "missing"),
         (["--preset", "qwen3-14b", "--out", str(tmp_path / "x"), "--data", "a", "--eval-data", "b"],
@@ -193,6 +195,17 @@ def test_errors_are_one_sentence(whole, tmp_path, monkeypatch, capsys):
         text = "".join(capsys.readouterr())
         assert stop.value.code == 2 and sentence in text, text[-2000:]
     signal.signal(signal.SIGTERM, old)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_left_as_it_is(whole, tmp_path):
+    mine = tmp_path / "damaged"
+    shutil.copytree(whole[0], mine)
+    for manifest in mine.glob("checkpoints/*/manifest.json"):
+        manifest.write_text("{")
+    process, before = start(mine), (mine / "metrics.jsonl").read_text()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2 and "start over with --fresh" in output, output[-2000:]
+    assert output.count("is damaged") == 2 and (mine / "metrics.jsonl").read_text() == before
 
 
 def test_help_prints_the_config_with_its_comments(monkeypatch, capsys):
