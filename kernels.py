@@ -334,60 +334,65 @@ def _blocks_and_mask(block_tables, context_lens, key_len, block):
     return blocks, mask
 
 
-def _attend_rows(q, k_cache, v_cache, blocks, mask, scale):
-    """q (n, H, D), blocks of all rows or of one for all, mask (n, 1, 1, key_len) -> (n, H, D).
-    A row is a batch entry with G queries a KV head: no bit of it depends on n."""
-    (n, H, D), K, key_len = q.shape, k_cache.shape[2], mask.shape[-1]
-    k, v = (_gather(x, blocks, key_len).expand(n, -1, -1, -1) for x in (k_cache, v_cache))
-    mask = mask.to(q.dtype)
-    out = F.scaled_dot_product_attention(q.reshape(n, K, H // K, D), k, v, mask, scale=scale)
-    return out.reshape(n, H, D)
+def _attend_stretches(q, k_cache, v_cache, stretches, scale):
+    """q (B, H, D), stretches [(n rows, blocks of each or one for all, mask)] -> (B, H, D), 0 in no
+    stretch. A row is a batch entry with G queries a KV head: no bit of it depends on others."""
+    (_, H, D), K, out = q.shape, k_cache.shape[2], torch.zeros_like(q)
+    q, grouped = q.reshape(-1, K, H // K, D), out.view(-1, K, H // K, D)
+    for rows, blocks, mask in stretches:
+        n, key_len = len(mask), mask.shape[-1]
+        k, v = (_gather(x, blocks, key_len).expand(n, -1, -1, -1) for x in (k_cache, v_cache))
+        grouped[rows] = F.scaled_dot_product_attention(q[rows], k, v, mask.to(q.dtype), scale=scale)
+    return out
 
 
-@functools.lru_cache(maxsize=1)  # tensors compare by identity: one step's layers share the work
-def _rows_by_length(block_tables, context_lens, block):
+# A step's layers share the work: tensors compare by identity, and a step brings new ones. Subtle:
+# one that is changed in place would not be noticed.
+@functools.lru_cache(maxsize=1)
+def _decode_stretches(block_tables, context_lens, block):
     """-> rows by length (B,), the way back (B,), [(a stretch of these, their blocks, mask)] where
-    all have one rounded key length. Subtle: a step brings new tensors; one changed in place would
-    not be noticed."""
+    all have one rounded key length."""
     lens = (context_lens + KEY_MULTIPLE - 1) // KEY_MULTIPLE * KEY_MULTIPLE
     lens, order = lens.sort(stable=True)
-    block_tables, context_lens, groups, start = block_tables[order], context_lens[order], [], 0
+    block_tables, context_lens, stretches, end = block_tables[order], context_lens[order], [], 0
     for key_len, count in zip(*(x.tolist() for x in lens.unique_consecutive(return_counts=True))):
-        end, most = start + count, max(1, GATHER_CHUNK // max(key_len, 1))
+        start, end, most = end, end + count, max(1, GATHER_CHUNK // max(key_len, 1))
         for at in range(start, end, most) if key_len else ():
             rows = slice(at, min(at + most, end))
             where = _blocks_and_mask(block_tables[rows], context_lens[rows], key_len, block)
-            groups.append((rows, *where))
-        start = end
-    return order, order.argsort(), groups
+            stretches.append((rows, *where))
+    return order, order.argsort(), stretches
+
+
+@functools.lru_cache(maxsize=1)
+def _prefill_stretches(cu_seqlens, context_lens, block_tables, block):
+    """-> [(query tokens of a sequence with one rounded key length, its blocks, mask)]"""
+    starts, stretches = cu_seqlens.tolist(), []
+    for s, context_len in enumerate(context_lens.tolist()):
+        start, end = starts[s], starts[s + 1]
+        while start < end:
+            first = context_len - (end - start)  # tokens of the context before this stretch
+            key_len = (first // KEY_MULTIPLE + 1) * KEY_MULTIPLE
+            n = min(key_len - first, end - start)
+            lens = torch.arange(first + 1, first + n + 1, device=block_tables.device)
+            where = _blocks_and_mask(block_tables[s : s + 1], lens, key_len, block)
+            stretches.append((slice(start, start + n), *where))
+            start += n
+    return stretches
 
 
 def paged_decode_attention_reference(q, k_cache, v_cache, block_tables, context_lens, scale):
-    """softmax(scale q K^T) V over the context; rows of one rounded key length go together."""
-    order, back, groups = _rows_by_length(block_tables, context_lens, k_cache.shape[1])
+    """softmax(scale q K^T) V over the context."""
+    order, back, stretches = _decode_stretches(block_tables, context_lens, k_cache.shape[1])
     q = q.index_select(0, order)
-    out = torch.zeros_like(q)
-    for rows, *where in groups:
-        out[rows] = _attend_rows(q[rows], k_cache, v_cache, *where, scale)
-    return out.index_select(0, back)
+    return _attend_stretches(q, k_cache, v_cache, stretches, scale).index_select(0, back)
 
 
 def paged_prefill_attention_reference(q, k_cache, v_cache, cu_seqlens, context_lens, block_tables,
                                       scale):
     """Each query token is a decode row of its own context; rows of a sequence share its keys."""
-    out, starts = torch.zeros_like(q), cu_seqlens.tolist()
-    for s, context_len in enumerate(context_lens.tolist()):
-        start, end = starts[s], starts[s + 1]
-        while start < end:  # one stretch of queries for each rounded key length
-            first = context_len - (end - start)  # tokens of the context before this stretch
-            key_len = (first // KEY_MULTIPLE + 1) * KEY_MULTIPLE
-            n = min(key_len - first, end - start)
-            lens = torch.arange(first + 1, first + n + 1, device=q.device)
-            where = _blocks_and_mask(block_tables[s : s + 1], lens, key_len, k_cache.shape[1])
-            rows = slice(start, start + n)
-            out[rows] = _attend_rows(q[rows], k_cache, v_cache, *where, scale)
-            start += n
-    return out
+    stretches = _prefill_stretches(cu_seqlens, context_lens, block_tables, k_cache.shape[1])
+    return _attend_stretches(q, k_cache, v_cache, stretches, scale)
 
 
 @jit

@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import sys
 import time
 from collections import OrderedDict
@@ -478,10 +479,14 @@ class Engine:
 
     def regrow_cache(self) -> None:
         """A tensor a layer: below 2 GB each, AMD's buffer loads can be used. Zeroed: what attention
-        masks is multiplied by 0, and 0 * NaN is NaN."""
+        masks is multiplied by 0, and 0 * NaN is NaN. (On a CPU numpy's zeros cost no memory, as
+        long as nobody touches them.)"""
         config, dtype = self.model.config, next(self.model.parameters()).dtype
         shape = self.num_blocks, self.block_size, config.num_kv_heads, config.head_dim
-        zeros = lambda: torch.zeros(shape, dtype=dtype, device=self.device)
+        size = math.prod(shape) * dtype.itemsize
+        lazy = lambda: torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
+        eager = lambda: torch.zeros(shape, dtype=dtype, device=self.device)
+        zeros = lazy if self.device.type == "cpu" else eager
         self.k_cache = [zeros() for _ in range(config.num_layers)]
         self.v_cache = [zeros() for _ in range(config.num_layers)]
 

@@ -27,9 +27,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import torch
-import torch.nn.functional as F
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
+import model
 from kvcache_engine import Engine
 from model import Model, ModelConfig
 
@@ -84,8 +84,8 @@ def hf_generate(hf, prompts, lengths, num_batches):
     return [outputs[i] for i in range(len(prompts))]
 
 
-def engine_generate(model, prompts, lengths, **engine_args):
-    engine = Engine(model, num_blocks=2048, **engine_args)
+def engine_generate(net, prompts, lengths, **engine_args):
+    engine = Engine(net, num_blocks=2048, **engine_args)
     for i, (prompt, n) in enumerate(zip(prompts, lengths)):
         engine.add(i, prompt, max_new_tokens=n, noise_key=i, temperature=0.0)
     outputs = {}
@@ -96,23 +96,18 @@ def engine_generate(model, prompts, lengths, **engine_args):
     return [outputs[i] for i in range(len(prompts))], engine.counters
 
 
-def matmul_floor(model, prompts, lengths):
-    """CPU seconds of the linear layers alone, on as many rows in every step as the engine has."""
-    shapes = []
-    logits, forward = model.logits, model.forward
-    model.forward = lambda ids, *rest: (shapes.append((0, len(ids))), forward(ids, *rest))[1]
-    model.logits = lambda hidden: (shapes.append((1, len(hidden))), logits(hidden))[1]
-    engine_generate(model, prompts, lengths)
-    del model.forward, model.logits
-    weights = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
-    weights = [[w for w in weights if len(w) != VOCAB], [w for w in weights if len(w) == VOCAB]]
-    widest = max(rows for _, rows in shapes)
-    inputs = {w.shape[1]: torch.randn(widest, w.shape[1]) for w in weights[0] + weights[1]}
+def matmul_floor(net, prompts, lengths):
+    """CPU seconds of the linear layers alone: those of the engine again, on as many rows."""
+    calls, linears = [], model.linears
+    model.linears = lambda x, *layers: (calls.append((x.shape, layers)), linears(x, *layers))[1]
+    engine_generate(net, prompts, lengths)
+    model.linears = linears
+    widest = max(rows for (rows, _), _ in calls)
+    inputs = {width: torch.randn(widest, width) for (_, width), _ in calls}
 
     def run():
-        for is_head, rows in shapes:
-            for w in weights[is_head]:
-                F.linear(inputs[w.shape[1]][:rows], w)
+        for (rows, width), layers in calls:
+            linears(inputs[width][:rows], *layers)
 
     with torch.inference_mode():
         return cpu_seconds(run)[0]
@@ -151,21 +146,21 @@ def compare(hf, ours, name, lengths, rounds):
         )
 
 
-def group(model):
+def group(net):
     """32 rollouts of one 400-token prompt, 64 tokens each, in one go."""
     prompts, lengths = random_prompts([400]) * 32, [64] * 32
-    shared, (_, counters) = cpu_seconds(lambda: engine_generate(model, prompts, lengths))
+    shared, (_, counters) = cpu_seconds(lambda: engine_generate(net, prompts, lengths))
     again, (_, naive) = cpu_seconds(
-        lambda: engine_generate(model, prompts, lengths, prefix_cache=False)
+        lambda: engine_generate(net, prompts, lengths, prefix_cache=False)
     )
     print(f"group of 32 on one 400-token prompt: prefill {counters.prefill} tokens", end=" ")
     print(f"(fewest 400, without sharing {naive.prefill}),", end=" ")
     print(f"{shared:.2f} CPU s against {again:.2f}: {again / shared:.2f}x")
 
 
-def traces(model, keep_blocks):
+def traces(net, keep_blocks):
     """32 traces: a prompt of 100, three turns of 48 sampled tokens, two tool responses of 40."""
-    engine = Engine(model, num_blocks=2048, prefix_cache=keep_blocks)
+    engine = Engine(net, num_blocks=2048, prefix_cache=keep_blocks)
     trace = dict(enumerate(random_prompts([100] * 32)))
     responses = random_prompts([40] * 64, seed=1)
     turn_of = dict.fromkeys(trace, 0)
