@@ -1,9 +1,13 @@
-"""Isolation: each call runs in a fork of a worker, locked down before it reads its code.
+"""Isolation: each call runs in a fork of a worker, locked down before it runs its code.
 
-A zygote has numpy, sympy and the answer checker imported. It forks a child ahead of its call, hands
-it the call in an unnamed file, and watches the process to its end. Forking a loaded interpreter
-takes 2 ms where starting one with sympy takes 500; a call's memory dies with its child. Status and
+A zygote is an interpreter with nothing, with numpy, or with everything and the answer checker
+imported. It forks a child for a call and watches the process to its end. A fork takes 1 to 3 ms
+where starting an interpreter with sympy takes 400; a call's memory dies with its child. Status and
 seconds are the zygote's: a child can misreport its own text and exit code, no more.
+
+A fork is paid for by the page: 1.5 us for each one that child or zygote writes to, if only to count
+a reference. Hence frozen objects, huge pages, C calls prepared before the fork, programs run once
+beforehand, and numpy.random (75 more mappings) only in the zygote that has everything.
 
 A guarantee is made of mechanisms of the kernel, reached with ctypes alone and without root. Each is
 tried in a throw-away fork, because whether it works depends on kernel, container and user:
@@ -20,8 +24,7 @@ tried in a throw-away fork, because whether it works depends on kernel, containe
 
 Root in a container without CAP_SYS_ADMIN has all but `disk`; an ordinary user has all where user
 namespaces are allowed. Not here: cgroups (rarely writable), other uids (cannot read an interpreter
-in /root). Outside Linux there is nothing but resource limits and wall time. sandbox.py starts this
-file, one process per core; it imports little, because forks of little are fast.
+in /root). Outside Linux there is nothing but resource limits and wall time.
 """
 
 from __future__ import annotations
@@ -36,22 +39,17 @@ import json
 import linecache
 import math
 import os
-import platform
 import random
 import resource
 import select
-import shutil
 import signal
-import socket
 import struct
 import sys
-import tempfile
 import threading
 import time
 import traceback
 import types
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 
 LINUX = sys.platform == "linux"
@@ -61,7 +59,17 @@ PROGRAM = "<tool>"  # file name of a call's code in its tracebacks
 OUT_OF_MEMORY = 77  # exit status by which a child reports a MemoryError
 MAX_OUTPUT = 16 << 20  # bytes to stdout or stderr, then the call ends
 TICK = 0.05  # seconds between two looks at a running child
-RESULT = ("status", "stdout", "stderr", "wall_seconds", "cpu_seconds")
+COMMON = "collections decimal fractions functools heapq itertools re statistics string typing"
+WARM_UP = {  # module: what is run in the zygote, so that a child finds first uses done
+    "math": "import math\nprint(1 + 1)\nmath.pi",
+    "numpy": "import numpy as np\nprint(np.arange(4.0).reshape(2, 2) @ np.ones(2), np.sum([1]))",
+    "sympy": """from sympy import *
+x, y = symbols("x y")
+print(solve(x**2 - x - 6, x), solve([x + y - 3, x - y], [x, y]), simplify((x**2 - 1) / (x - 1)))
+print(factorint(1000003 * 998244353), expand((x + 1)**3), integrate(x**2, x), sqrt(8).n())""",
+    "reward": """import reward
+reward.is_equivalent("x^2 - 1", "(x - 1)(x + 1)"), reward.is_equivalent("1/2", "0.5")""",
+}
 
 
 # ---- messages: 4 bytes of length, then JSON ----
@@ -70,6 +78,10 @@ RESULT = ("status", "stdout", "stderr", "wall_seconds", "cpu_seconds")
 def pack(message: dict) -> bytes:
     body = json.dumps(message).encode()
     return struct.pack("<I", len(body)) + body
+
+
+def unpack(data: bytes) -> dict:
+    return json.loads(data[4:])
 
 
 def read_message(descriptor: int) -> dict | None:
@@ -81,16 +93,16 @@ def read_message(descriptor: int) -> dict | None:
         data += more
         if len(data) == 4:
             size += struct.unpack("<I", data)[0]
-    return json.loads(data[4:])
+    return unpack(data)
 
 
 # ---- what a Linux process can be forbidden ----
 
-LIBC = ctypes.CDLL(None, use_errno=True)
+LIBC = ctypes.PyDLL(None, use_errno=True)  # PyDLL: keeps the interpreter's lock, also in a fork
 NEW_MOUNT, NEW_USER, NEW_PID, NEW_NET = 0x20000, 0x10000000, 0x20000000, 0x40000000
 PDEATHSIG, SET_SECCOMP, SET_SUBREAPER, NO_NEW_PRIVS = 1, 22, 36, 38  # for prctl
 RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, REC, PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
-MNT_DETACH, NO_RANDOMIZE = 2, 0x40000
+MNT_DETACH, NO_RANDOMIZE, MADV_COLLAPSE = 2, 0x40000, 25
 
 # System calls: name, number on x86_64, on aarch64 (- where it has none). Refused, but for the last
 # seven, which have rules. Besides the obvious: memory outside RLIMIT_AS (memfd, shm), watching
@@ -118,20 +130,31 @@ FIRST_COMMON, COMMON_KNOWN = 424, (436, 437, 439, 441)
 SELF = struct.pack("<I", 0x7FFFFFFF)  # stands for the process's own id in a filter
 
 
-def libc(function: str, *args) -> int:
-    """Calls a C function; -1 becomes an OSError that names it."""
-    args = [ctypes.c_long(a) if isinstance(a, int) else a for a in args]
-    if (result := getattr(LIBC, function)(*args)) == -1:
-        raise OSError(ctypes.get_errno(), f"{function}: {os.strerror(ctypes.get_errno())}")
+def prepare(name: str, *args) -> tuple:
+    """A call of a C function for `make`: what is looked up and converted before a fork, a child
+    need not pay for."""
+    return name, getattr(LIBC, name), [ctypes.c_long(a) if isinstance(a, int) else a for a in args]
+
+
+def make(*calls: tuple) -> int:
+    """Makes calls in order. -1 becomes an OSError that names the function."""
+    result = 0
+    for name, function, args in calls:
+        if (result := function(*args)) == -1:
+            raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
     return result
 
 
-def seccomp_program() -> bytes:
+def libc(name: str, *args) -> int:
+    return make(prepare(name, *args))
+
+
+def seccomp_program() -> ctypes.Array:
     """The filter, classic BPF over struct seccomp_data: number at 0, architecture at 4, arguments
     of 8 bytes from 16 on. An instruction is (code, jump if true, jump if false, value)."""
-    if platform.machine() not in ARCHITECTURES:
-        raise OSError(f"system call numbers of {platform.machine()} are not known")
-    audit, column = ARCHITECTURES[platform.machine()]
+    if os.uname().machine not in ARCHITECTURES:
+        raise OSError(f"system call numbers of {os.uname().machine} are not known")
+    audit, column = ARCHITECTURES[os.uname().machine]
     give = lambda verdict: [(0x06, 0, 0, verdict)]
     allow, refuse, unknown, kill = map(give, (0x7FFF0000, 0x50001, 0x50026, 0x80000000))
     load = lambda at: (0x20, 0, 0, at)
@@ -142,24 +165,29 @@ def seccomp_program() -> bytes:
     # streams only: asyncio wants one, a datagram socket could send to any path
     rules["socketpair"] = [load(24), (0x54, 0, 0, 0xF), equal(1, 0, 1), *allow, *refuse]
     rules["prctl"] = [load(16), equal(PDEATHSIG, 0, 1), *refuse, *allow]
-    code = [load(4), equal(audit, 1, 0), *kill, load(0)]
-    code += [(0x35, 0, 1, 0x40000000), *unknown]  # x32 calls
-    for number in COMMON_KNOWN:
-        code += [equal(number, 0, 1), *allow]
-    code += [(0x35, 0, 1, FIRST_COMMON), *unknown]
-    for row in SYSTEM_CALLS.replace("\n", " ").split(","):
-        name, number = row.split()[0], row.split()[column]
-        rule = rules.get(name, refuse)
-        code += [] if number == "-" else [equal(int(number), 0, len(rule)), *rule]
-    return b"".join(struct.pack("<HBBI", *instruction) for instruction in [*code, *allow])
+    calls = [row.split() for row in SYSTEM_CALLS.split(",")]
+    known = {int(row[column]): rules.get(row[0], refuse) for row in calls if row[column] != "-"}
+    known |= dict.fromkeys(COMMON_KNOWN, allow)
+    ranges = {n + 1: unknown if n > FIRST_COMMON else allow for n in known}
+    ranges = {0: allow, FIRST_COMMON: unknown, **ranges, **known}  # first number: what to do
+
+    def search(ranges):  # by halves: the kernel tries a new filter on every number
+        if len(ranges) == 1:
+            return ranges[0][1]
+        middle = len(ranges) // 2
+        low, high = search(ranges[:middle]), search(ranges[middle:])
+        return [(0x35, len(low), 0, ranges[middle][0]), *low, *high]
+
+    code = [load(4), equal(audit, 1, 0), *kill, load(0), *search(sorted(ranges.items()))]
+    code = b"".join(struct.pack("<HBBI", *instruction) for instruction in code)
+    return ctypes.create_string_buffer(code, len(code))
 
 
-def apply_seccomp(program: bytes) -> None:
-    program = program.replace(SELF, struct.pack("<I", os.getpid()))
-    buffer = ctypes.create_string_buffer(program, len(program))
-    header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
-    libc("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
-    libc("prctl", SET_SECCOMP, 2, header, 0, 0)
+def seccomp(program: ctypes.Array) -> list[tuple]:
+    """Calls that apply a filter. The header has only its address: as an argument it lives on."""
+    header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(program))
+    apply = prepare("prctl", SET_SECCOMP, 2, header, 0, program)
+    return [prepare("prctl", NO_NEW_PRIVS, 1, 0, 0, 0), apply]
 
 
 def readable_paths() -> list[str]:
@@ -189,20 +217,18 @@ def landlock_ruleset(home: str) -> int:
     return ruleset
 
 
-def apply_landlock(ruleset: int) -> None:
-    libc("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
-    libc("syscall", 446, ruleset, 0)
+def landlock(ruleset: int) -> list[tuple]:
+    return [prepare("prctl", NO_NEW_PRIVS, 1, 0, 0, 0), prepare("syscall", 446, ruleset, 0)]
 
 
-def drop_capabilities() -> None:
-    libc("capset", struct.pack("<II", 0x20080522, 0), bytes(24))
+def no_capabilities() -> tuple:
+    return prepare("capset", struct.pack("<II", 0x20080522, 0), bytes(24))
 
 
-def limit_resources(memory: int, disk: int) -> None:
+def limits(**values: int) -> list[tuple]:
     """Soft = hard: raising one again takes a capability."""
-    for name, value in {"AS": memory, "FSIZE": disk, "NOFILE": 64, "CORE": 0}.items():
-        with contextlib.suppress(ValueError):  # macOS knows no RLIMIT_AS
-            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+    number = lambda name: getattr(resource, f"RLIMIT_{name}")
+    return [prepare("setrlimit", number(n), struct.pack("QQ", v, v)) for n, v in values.items()]
 
 
 def enter_namespaces(flags: int) -> None:
@@ -248,12 +274,12 @@ def probe(folder: str, off: list[str]) -> dict[str, str]:
     """{mechanism: "" if it works here, else why it does not}. `folder` is an empty directory."""
     trials = {
         "limits": lambda: None,
-        "seccomp": lambda: apply_seccomp(seccomp_program()),
-        "landlock": lambda: apply_landlock(landlock_ruleset(folder)),
+        "seccomp": lambda: make(*seccomp(seccomp_program())),
+        "landlock": lambda: make(*landlock(landlock_ruleset(folder))),
         "pid": lambda: enter_namespaces(NEW_PID),
         "net": lambda: enter_namespaces(NEW_NET),
         "mount": lambda: (enter_namespaces(NEW_MOUNT), mount_tmpfs(folder, 4096, 9)),
-        "capabilities": drop_capabilities,
+        "capabilities": lambda: make(no_capabilities()),
     }
     return {n: "switched off" if n in off else try_in_fork(t) for n, t in trials.items()}
 
@@ -276,22 +302,13 @@ def try_in_fork(trial) -> str:
 # ---- the child: one call ----
 
 
-def child_main() -> int:
-    """Descriptor 3 ends when descriptor 0 holds a call, and after it the program's stdin."""
-    os.read(3, 1)
-    os.close(3)
-    if (call := read_message(0)) is None:
-        return 1  # the pool ends
-    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(call["seconds"]) + 1,) * 2)
+def run_call(call: dict) -> int:
+    """Runs a program to an interpreter's ordinary end, or a check; returns the exit status."""
     reward = sys.modules.pop("reward", None)  # no business of a tool call
     if call["kind"] == "check":
         print(int(reward.is_equivalent(*call["code"])), end="", flush=True)
         return 0
-    return run_program(*call["code"])
-
-
-def run_program(source: str) -> int:
-    """Runs a script to an interpreter's ordinary end; returns the exit status."""
+    (source,) = call["code"]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     linecache.cache[PROGRAM] = (len(source), None, source.splitlines(True), PROGRAM)
     status, stdout = 0, sys.stdout
@@ -308,14 +325,13 @@ def run_program(source: str) -> int:
 def execute(source: str, names: dict) -> None:
     """exec, but the value of a last expression is shown, as a notebook does."""
     tree = compile(source, PROGRAM, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    code = compile(tree, PROGRAM, "exec", dont_inherit=True)
-    exec(code, names)
-    if last:
-        future = code.co_flags & 0x1FF0000  # from __future__ import annotations, ...
-        last = compile(ast.Expression(last.value), PROGRAM, "eval", future, dont_inherit=True)
-        if (value := eval(last, names)) is not None:
-            print(repr(value))
+    if tree.body and isinstance(last := tree.body[-1], ast.Expr):  # becomes an assignment
+        place = dict(lineno=last.lineno, col_offset=last.col_offset)
+        target = ast.Name("__value__", ast.Store(), **place)
+        tree.body[-1] = ast.Assign([target], last.value, **place)
+    exec(compile(tree, PROGRAM, "exec", dont_inherit=True), names)
+    if (value := names.pop("__value__", None)) is not None:
+        print(repr(value))
 
 
 def show_error(error: BaseException, names: dict) -> int:
@@ -351,48 +367,43 @@ def own_lines(error: BaseException) -> str:
     return text
 
 
-# ---- the zygote: forks children, watches one at a time ----
-
-
-@dataclass
-class Child:
-    pid: int
-    wake: int  # a pipe's end: closing it starts the call; -1: closed
-    files: list[int]  # its stdin, stdout, stderr
-    pidfd: int
+# ---- the zygote: forks a child for each call, watches it ----
 
 
 class Zygote:
     """A worker. `why` says for each mechanism why it is off here; it is `on` if that is empty."""
 
-    def __init__(self, settings: dict, pool: socket.socket):
+    def __init__(self, settings: dict, pool: int):
         self.settings, self.pool = settings, pool
-        self.view = self.ruleset = self.own_pid_namespace = None
+        self.view, self.ruleset, self.namespaces = None, None, []
         self.folder = os.path.join(settings["folder"], f"w{settings['index']}")
         self.home = self.private = os.path.join(self.folder, "home")  # to the child, to us
         os.makedirs(self.folder, exist_ok=True)
         self.why = probe(self.folder, settings["off"])
         self.on = {name: not why for name, why in self.why.items()}
-        self.filter = seccomp_program() if self.on["seccomp"] else b""
-        self.prepare()
+        self.filter = seccomp_program() if self.on["seccomp"] else ctypes.create_string_buffer(0)
+        self.set_up()
 
-    def prepare(self) -> None:
+    def set_up(self) -> None:
         """What all children share: namespaces, the place of the private directory.
 
         subtle: the worker first moves into a PID namespace of its own. From there it may come back
         from the one it makes for each call, also where only a user namespace gives it rights."""
         if LINUX:
             libc("prctl", SET_SUBREAPER, 1, 0, 0, 0)
+            with contextlib.suppress(OSError):  # children are the first to go when memory is short
+                Path("/proc/self/oom_score_adj").write_text("1000")
         if self.on["pid"]:
             enter_namespaces(NEW_PID)
             if (pid := os.fork()) != 0:
-                self.pool.close()
+                os.close(self.pool)
                 os.waitpid(pid, 0)
                 if os.getppid() != self.settings["pool"]:  # it was killed and cannot tidy up
-                    shutil.rmtree(self.settings["folder"], ignore_errors=True)
+                    remove(self.settings["folder"])
                 os._exit(0)
             libc("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            self.own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY)
+            ours = os.open("/proc/self/ns/pid", os.O_RDONLY)
+            self.namespaces = [prepare("unshare", NEW_PID), prepare("setns", ours, NEW_PID)]
         if flags := NEW_NET * self.on["net"] | NEW_MOUNT * self.on["mount"]:
             enter_namespaces(flags)
         if self.on["mount"]:
@@ -412,122 +423,106 @@ class Zygote:
             if os.path.ismount(self.private):
                 libc("umount2", os.fsencode(self.private), MNT_DETACH)
             mount_tmpfs(self.private, self.settings["disk"], self.settings["files"])
-        else:  # rm: a hostile tree may be deeper than Python recurses
-            for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
-                if os.path.exists(self.private):
-                    os.waitpid(os.posix_spawnp(command[0], [*command, self.private], {}), 0)
+        else:
+            remove(self.private)
             os.mkdir(self.private, 0o700)
         if self.ruleset:
             os.close(self.ruleset)
         self.ruleset = landlock_ruleset(self.private) if self.on["landlock"] else None
+        self.locks = list(self.lock_down())
+
+    def lock_down(self):
+        """All that a child gives up, in the order in which it still can, as calls for `make`."""
+        if LINUX:
+            yield prepare("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if self.view:
+            yield prepare("chroot", os.fsencode(self.view))
+        yield prepare("chdir", os.fsencode(self.home))
+        if self.on["landlock"]:
+            yield from landlock(self.ruleset)
+        yield prepare("setsid")
+        if self.on["limits"]:
+            memory = {"AS": self.settings["memory"]} if LINUX else {}
+            yield from limits(**memory, FSIZE=self.settings["disk"], NOFILE=64, CORE=0)
+        if self.on["capabilities"]:
+            yield no_capabilities()
+        if self.on["seccomp"]:
+            yield from seccomp(self.filter)
 
     def run(self) -> None:
-        preload(self.settings["preload"], self.home)
-        child, message = self.fork_ahead(), {"why": self.why}
-        while True:
-            with contextlib.suppress(BrokenPipeError):
-                self.pool.sendall(pack(message))
-            if (call := read_message(self.pool.fileno())) is None:
-                break
-            if os.waitpid(child.pid, os.WNOHANG)[0]:  # killed while it waited
-                self.clean(child)
-                child = self.fork_ahead()
-            message = self.serve(child, call)
-            self.clean(child)
-            child = self.fork_ahead()
-        os.kill(child.pid, signal.SIGKILL)
-        self.clean(child)
+        """Says how it is here, then answers calls until the pool ends."""
+        warm_up(self.settings["preload"], self.settings["full"], self.home)
+        message = {"why": self.why}
+        with contextlib.suppress(BrokenPipeError), open(self.pool, "wb", 0) as pool:
+            while pool.write(pack(message)) and (call := read_message(self.pool)):
+                files = [new_file(self.folder) for _ in range(3)]  # stdin, stdout, stderr
+                message = self.serve(call, files)
+                for file in files:
+                    os.close(file)
+                if os.listdir(self.private):
+                    self.renew()
 
-    def fork_ahead(self) -> Child:
-        """The next call's child, locked down and waiting for its code."""
-        files = [new_file() for _ in range(3)]
-        sleeper, wake = os.pipe()
-        if self.on["pid"]:
-            libc("unshare", NEW_PID)
-        if (pid := os.fork()) == 0:
+    def fork(self, call: dict, files: list[int]) -> int:
+        """Starts the child of a call; returns its process id.
+
+        subtle: by the C library. os.fork would make the child run what modules registered (random,
+        logging, threading): of no use where there is one thread, and 170 pages."""
+        locks = [*self.locks, *limits(CPU=math.ceil(call["seconds"]) + 1)]
+        make(*self.namespaces[:1])
+        if (pid := libc("fork")) == 0:
             status = 1
             try:
-                self.lock_down([*files, sleeper])
-                status = child_main()
+                for number, file in enumerate(files):
+                    os.dup2(file, number)
+                self.filter.raw = self.filter.raw.replace(SELF, struct.pack("<I", os.getpid()))
+                make(*locks)
+                os.closerange(len(files), 1 << 16)
+                status = run_call(call)
             except BaseException:
                 traceback.print_exc()
             finally:
                 os._exit(status)
-        if self.on["pid"]:
-            libc("setns", self.own_pid_namespace, NEW_PID)
-        os.close(sleeper)
-        return Child(pid, wake, files, os.pidfd_open(pid) if LINUX else -1)
+        make(*self.namespaces[1:])
+        return pid
 
-    def lock_down(self, descriptors: list[int]) -> None:
-        """All that a child gives up, in the order in which it still can. `descriptors` (stdin,
-        stdout, stderr, the end of a pipe) become 0 to 3; there are no others."""
-        if LINUX:
-            libc("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            with contextlib.suppress(OSError):  # the first to go when memory is short
-                os.write(os.open("/proc/self/oom_score_adj", os.O_WRONLY), b"1000")
-        if self.view:
-            os.chroot(self.view)
-        os.chdir(self.home)
-        if self.on["landlock"]:
-            apply_landlock(self.ruleset)
-        os.setsid()
-        for number, descriptor in enumerate(descriptors):
-            os.dup2(descriptor, number)
-        os.closerange(len(descriptors), 1 << 16)
-        random.seed(0)
-        if self.on["limits"]:
-            limit_resources(self.settings["memory"], self.settings["disk"])
-        if self.on["capabilities"]:
-            drop_capabilities()
-        if self.on["seccomp"]:
-            apply_seccomp(self.filter)
-
-    def serve(self, child: Child, call: dict) -> dict:
-        """Feeds a call to its child and watches the process to its end."""
+    def serve(self, call: dict, files: list[int]) -> dict:
+        """Runs a call in a child and watches the process to its end."""
+        os.pwrite(files[0], call["stdin"].encode("utf-8", "replace"), 0)
         seconds, cause, poll = call["seconds"], "", select.poll()
-        stdin, stdout, stderr = child.files
-        for descriptor in {self.pool.fileno(), child.pidfd} - {-1}:
-            poll.register(descriptor, select.POLLIN)
-        start_cpu, start = cpu_clock(child.pid), time.monotonic()
-        cpu, asleep, looked, looked_cpu = 0.0, 0.0, start, 0.0
-        with open(stdin, "wb", closefd=False) as file:
-            file.write(pack(call) + call["stdin"].encode("utf-8", "replace"))
-        os.lseek(stdin, 0, os.SEEK_SET)
-        os.close(child.wake)
-        child.wake = -1
+        cpu = asleep = looked_cpu = 0.0
+        start = looked = time.monotonic()
+        pid = self.fork(call, files)
+        pidfd = os.pidfd_open(pid) if LINUX else os.dup(self.pool)
+        poll.register(self.pool, select.POLLIN)
+        poll.register(pidfd, select.POLLIN)
         while not cause:
             wait = min(TICK, max((seconds - cpu) / NUM_CORES, 0.002)) if LINUX else 0.002
-            ready = dict(poll.poll(wait * 1000))
-            pid, status, usage = os.wait4(child.pid, os.WNOHANG)
-            if pid:
+            ready = poll.poll(wait * 1000)
+            ended, status, usage = os.wait4(pid, os.WNOHANG)
+            if ended:
                 break
-            cpu, now = cpu_clock(child.pid) - start_cpu, time.monotonic()
+            cpu, now = cpu_clock(pid), time.monotonic()
             if now - looked >= TICK:
-                if is_asleep(child.pidfd):
+                if is_asleep(pidfd):
                     asleep += max(0.0, min(now - looked, 2 * TICK) - (cpu - looked_cpu))
                 looked, looked_cpu = now, cpu
             if max(cpu, asleep, (now - start - 5) / 10) >= seconds:
                 cause = "timeout"
-            elif max(size_of(stdout), size_of(stderr)) > MAX_OUTPUT:
+            elif max(map(size_of, files[1:])) > MAX_OUTPUT:
                 cause = "output"
-            elif self.pool.fileno() in ready:
+            elif self.pool in dict(ready):
                 cause = "lost"  # the pool has ended
         else:
-            os.kill(child.pid, signal.SIGKILL)
-            _, status, usage = os.wait4(child.pid, 0)
+            os.kill(pid, signal.SIGKILL)
+            _, status, usage = os.wait4(pid, 0)
+        os.close(pidfd)
         if not (self.on["pid"] or self.on["seccomp"]):
             end_children()
-        cpu = max(0.0, usage.ru_utime + usage.ru_stime - start_cpu)
-        cause = cause or verdict(os.waitstatus_to_exitcode(status), cpu >= seconds, child.files)
-        texts = [cut(file, self.settings["output"]) for file in (stdout, stderr)]
-        return dict(zip(RESULT, (cause, *texts, time.monotonic() - start, cpu)))
-
-    def clean(self, child: Child) -> None:
-        """Leaves nothing of a call: descriptors, files."""
-        for descriptor in {child.wake, child.pidfd, *child.files} - {-1}:
-            os.close(descriptor)
-        if os.listdir(self.private):
-            self.renew()
+        wall, cpu = time.monotonic() - start, usage.ru_utime + usage.ru_stime
+        cause = cause or verdict(os.waitstatus_to_exitcode(status), cpu >= seconds, files)
+        stdout, stderr = (cut(file, self.settings["output"]) for file in files[1:])
+        answer = dict(id=call["id"], status=cause, stdout=stdout, stderr=stderr)
+        return answer | dict(wall_seconds=wall, cpu_seconds=cpu)
 
 
 def verdict(code: int, late: bool, files: list[int]) -> str:
@@ -545,12 +540,14 @@ def verdict(code: int, late: bool, files: list[int]) -> str:
     return "error" if code else "ok" if stdout else "empty"
 
 
-def new_file() -> int:
+def new_file(folder: str) -> int:
     """A file without a name: a child fills it without anybody reading at the other end."""
     if LINUX:
         return os.memfd_create("")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
+    path = os.path.join(folder, "file")
+    file = os.open(path, os.O_RDWR | os.O_CREAT)
+    os.unlink(path)
+    return file
 
 
 def size_of(file: int) -> int:
@@ -559,12 +556,11 @@ def size_of(file: int) -> int:
 
 def cut(file: int, limit: int) -> str:
     """Its text; of one that is too long head and tail, with a marker between."""
-    size = size_of(file)
-    if size <= limit:
-        return os.pread(file, limit, 0).decode("utf-8", "replace")
-    head, tail = (os.pread(file, limit // 2, at) for at in (0, size - limit // 2))
-    marker = f"\n... {size - limit} bytes left out ...\n".encode()
-    return (head + marker + tail).decode("utf-8", "replace")
+    text = os.pread(file, limit, 0)
+    if (more := size_of(file) - limit) > 0:
+        marker = f"\n... {more} bytes left out ...\n".encode()
+        text = text[: limit // 2] + marker + os.pread(file, limit // 2, limit // 2 + more)
+    return text.decode("utf-8", "replace")
 
 
 def cpu_clock(pid: int) -> float:
@@ -584,7 +580,7 @@ def is_asleep(pidfd: int) -> bool:
     return not any(state in "RD" for state in states)
 
 
-def end_children(spare: tuple[int, ...] = ()) -> None:
+def end_children(spare: list[int] = ()) -> None:
     """Kills and reaps what became a child of this process when its parent died."""
     with contextlib.suppress(OSError):
         found = Path("/proc/thread-self/children")
@@ -594,42 +590,57 @@ def end_children(spare: tuple[int, ...] = ()) -> None:
                 os.waitpid(pid, 0)
 
 
-def preload(names: list[str], home: str) -> None:
+def remove(path: str) -> None:
+    """By rm: a hostile tree may be deeper than Python recurses."""
+    for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+        if os.path.exists(path):
+            os.waitpid(os.posix_spawnp(command[0], [*command, path], {}), 0)
+
+
+def warm_up(names: list[str], full: bool, home: str) -> None:
     """Makes what every child then has for nothing: imported packages, the checker, the state of a
     fresh interpreter."""
-    for name in names:
+    gc.disable()
+    for name in [*COMMON.split(), *names]:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    if names:
+    if full:
         spec = importlib.util.spec_from_file_location("reward", Path(HERE).with_name("reward.py"))
         sys.modules["reward"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules["reward"])
     os.environ.clear()
     os.environ.update(PATH="/usr/bin:/bin", LANG="C.UTF-8", HOME=home, TMPDIR=home)
-    tempfile.tempdir, sys.argv[:], sys.path[:0] = None, [""], [""]
+    sys.argv[:], sys.path[:0] = [""], [""]
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)
     sys.stdout = sys.__stdout__ = open(1, "w", 1, "utf-8", closefd=False)  # lines: kept at time-out
     sys.stderr = sys.__stderr__ = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(0)
-    if "sympy" in sys.modules:
-        sys.modules["sympy"].core.random.seed(0)
     warnings.formatwarning = lambda message, kind, *_: f"{kind.__name__}: {message}\n"
     threading.excepthook = lambda args: show_error(args.exc_value, {})
-    for _ in range(20):  # what is specialised and cached here, a child need not write
-        execute("import math\nprint(1 + 1)\nmath.pi", {})
+    for name in ["math"] * 20 + [*WARM_UP]:
+        if name in sys.modules:
+            execute(WARM_UP[name], {})
     sys.stdout.flush()
-    gc.collect()
+    random.seed(0)
+    if "sympy" in sys.modules:
+        sys.modules["sympy"].core.random.seed(0)
+    if full and "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
     gc.freeze()
+    gc.enable()
+    with contextlib.suppress(OSError):  # into huge pages: for a fork one entry, not 512
+        for row in Path("/proc/self/maps").read_text().splitlines():
+            place, rights, *_, inode, name = f"{row} [heap]".split()[:6]
+            if (rights, inode, name) == ("rw-p", "0", "[heap]"):  # or without name
+                start, end = (int(part, 16) for part in place.split("-"))
+                LIBC.madvise(*map(ctypes.c_size_t, (start, end - start)), MADV_COLLAPSE)
 
 
 def main(number: str) -> None:
     """Serves the pool at the other end of a socket, whose first message has the settings."""
-    pool = socket.socket(fileno=int(number))
-    settings = read_message(pool.fileno())
+    settings = read_message(int(number))
     sys.path[:] = [p for p in sys.path if p != os.path.dirname(HERE)]
     sys.path += [p for p in settings["path"] if p not in sys.path]
-    Zygote(settings, pool).run()
+    Zygote(settings, int(number)).run()
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     trainer, ranks      SandboxClient: submit, ready, result; no call blocks another
       | unix socket     0700 directory, same user, the job's secret; length + JSON, no pickle
-    pool, one process   a queue, answer checks first; replaces dead workers and retries their call
-      | socket pair
-    worker, one a core  isolation.py: forks a child ahead of its call, locks it down, watches it
+    pool, one process   a queue, answer checks first; `workers` calls at once, each in a zygote
+      | socket pair     that has what its text asks for; replaces dead ones, retries their call
+    zygotes             isolation.py: fork a child, locked down, for a call, and watch it
       | unnamed files
     child, one a call   runs the program, or the answer check, and is gone
 
@@ -13,8 +13,8 @@ why others do not; `require=("network", ...)` insists on some. Outside Linux a c
 process, and the pool says so on stderr.
 
 `seconds` limits CPU time, which a loaded machine does not change; a child that sleeps is ended
-after as long asleep (waiting for a core is not sleep). The clock starts when the child gets its
-code, however long it was queued.
+after as long asleep (waiting for a core is not sleep). The clock starts with the child, however
+long its call was queued.
 
     python sandbox.py --check      this machine's layers, and the hostile suite against them
 """
@@ -25,9 +25,9 @@ import asyncio
 import contextlib
 import importlib
 import itertools
-import json
 import math
 import os
+import re
 import secrets
 import select
 import shutil
@@ -40,14 +40,15 @@ import time
 from dataclasses import asdict, dataclass
 
 import isolation
-from isolation import HERE, LINUX, NUM_CORES, end_children, libc, pack, read_message
+from isolation import HERE, LINUX, NUM_CORES, end_children, libc, pack, read_message, unpack
 
+ENDED = "the sandbox's pool has ended, look for its message above"
 MAX_MESSAGE, MAX_UNREAD = 64 << 20, 256 << 20  # bytes of a message, of answers nobody reads
-# malloc in huge pages makes forks cheap; it must not give pages back only to clear new ones.
+# malloc must not give pages back only to clear new ones; a child would bind functions once more.
 ENVIRONMENT = """PATH=/usr/local/bin:/usr/bin:/bin LANG=C.UTF-8 PYTHONUTF8=1 PYTHONHASHSEED=0
     OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1
-    PYTHONMALLOC=malloc GLIBC_TUNABLES=glibc.malloc.hugetlb=1:\
-glibc.malloc.trim_threshold=0x40000000:glibc.malloc.mmap_threshold=0x2000000"""
+    LD_BIND_NOW=1 GLIBC_TUNABLES=glibc.malloc.trim_threshold=0x40000000:\
+glibc.malloc.mmap_threshold=0x2000000"""
 LAYERS = {  # guarantee: what gives it, alternatives in order
     "network": ("seccomp+net", "seccomp"),
     "files": ("landlock+seccomp", "mount"),
@@ -77,73 +78,80 @@ class ToolResult:
 
 class Pool:
     def __init__(self, settings: dict):
-        self.settings = settings
-        self.queue = asyncio.PriorityQueue()  # of (not urgent, order, request, client)
+        self.secret, self.settings = settings.pop("secret"), settings
+        self.queue = asyncio.PriorityQueue()  # of (not urgent, order, call, as it came, client)
         self.order = itertools.count()
-        self.loop = asyncio.get_running_loop()
-        self.layers = self.loop.create_future()
-        self.processes: dict[int, subprocess.Popen] = {}  # by the zygote's index
+        self.layers = asyncio.get_running_loop().create_future()
+        self.zygotes: dict[int, tuple] = {}  # number: (process, reader, writer)
 
     async def serve_client(self, reader, writer) -> None:
         """Queues a client's calls until it leaves; who breaks the protocol is cut off."""
         writer.transport.set_write_buffer_limits(MAX_UNREAD)
         sock = writer.get_extra_info("socket")
         try:
-            secret = (await receive(reader))["secret"]
-            if not secrets.compare_digest(secret, self.settings["secret"]):
+            secret = unpack(await receive(reader))["secret"]
+            if not secrets.compare_digest(secret, self.secret):
                 raise ValueError("not of this job")
-            if LINUX and sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[4:8] != (
-                struct.pack("i", os.getuid())
-            ):
+            user = struct.pack("i", os.getuid())
+            if LINUX and sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[4:8] != user:
                 raise ValueError("another user")
+            writer.write(pack({"layers": await asyncio.shield(self.layers)}))
             while True:
-                message = await receive(reader)
-                if "layers" in message:
-                    writer.write(pack({"layers": await asyncio.shield(self.layers)}))
-                else:
-                    place = (not message["urgent"], next(self.order))
-                    self.queue.put_nowait((*place, check_request(message), writer))
+                data = await receive(reader)
+                call = check_call(unpack(data))
+                self.queue.put_nowait((not call["urgent"], next(self.order), call, data, writer))
         except (EOFError, OSError, ValueError, TypeError, KeyError, RecursionError):
             writer.close()
 
     async def serve_worker(self, index: int) -> None:
-        """Keeps a zygote alive and hands it one call at a time. A call whose zygote dies is tried
-        once more, then lost. Ends if zygotes do not come up."""
-        request, client, tries, failures = None, None, 0, 0
-        while failures < 3:
-            ours, theirs = socket.socketpair()
-            self.processes[index] = spawn(HERE, theirs)
-            reader, writer = await asyncio.open_connection(sock=ours)
-            writer.write(pack({**self.settings, "index": index, "pool": os.getpid()}))
-            try:
-                failures += 1
-                self.tell(guarantees((await receive(reader))["why"]))
-                failures = 0
-                while True:
-                    if request is None:
-                        *_, request, client = await self.queue.get()
-                        tries = 0
-                    tries += 1
-                    if not client.is_closing():
-                        writer.write(pack(request))
-                        kill = self.processes[index].kill  # of a zygote that hangs
-                        alarm = self.loop.call_later(10 * request["seconds"] + 60, kill)
-                        answer = await receive(reader)
-                        alarm.cancel()
-                        await self.answer(client, request, answer)
-                    request = None
-            except (EOFError, OSError):
-                writer.close()
-                self.end_zygote(index)
-                if request and tries == 2:
-                    await self.answer(client, request, asdict(ToolResult("lost")))
-                    request = None
-        print("sandbox: workers do not start, see the error above", file=sys.stderr)
+        """Runs one call at a time, in the zygote that has what it needs."""
+        preload = self.settings["preload"]
+        first = index * (len(preload) + 1)
+        if index == 0:  # for `layers`; other zygotes start when needed
+            await self.start(first)
+        while True:
+            *_, call, data, client = await self.queue.get()
+            number = first + choose_zygote(call, preload)
+            answer = None
+            for _ in range(2):  # if the zygote dies, once more
+                if not (answer or client.is_closing()):
+                    answer = await self.ask(number, call, data)
+            with contextlib.suppress(OSError):  # it may have left
+                client.write(answer or pack({"id": call["id"], **asdict(ToolResult("lost"))}))
+                await client.drain()
 
-    async def answer(self, client, request: dict, result: dict) -> None:
-        with contextlib.suppress(OSError):  # it may have left
-            client.write(pack({"id": request["id"], **result}))
-            await client.drain()
+    async def ask(self, number: int, call: dict, data: bytes) -> bytes | None:
+        """A zygote's answer; None if it died."""
+        if number not in self.zygotes:
+            await self.start(number)
+        process, reader, writer = self.zygotes[number]
+        hangs = 10 * call["seconds"] + 60
+        alarm = asyncio.get_running_loop().call_later(hangs, process.kill)
+        try:
+            writer.write(data)
+            return await receive(reader)
+        except (EOFError, OSError):
+            self.end_zygote(number)
+        finally:
+            alarm.cancel()
+
+    async def start(self, number: int) -> None:
+        """Starts a zygote. If three do not come up, neither this worker nor the pool goes on."""
+        preload = self.settings["preload"]
+        level = number % (len(preload) + 1)
+        own = dict(index=number, preload=preload[:level], full=0 < level == len(preload))
+        for _ in range(3):
+            ours, theirs = socket.socketpair()
+            process = spawn(HERE, theirs)
+            reader, writer = await asyncio.open_connection(sock=ours)
+            self.zygotes[number] = process, reader, writer
+            writer.write(pack({**self.settings, **own, "pool": os.getpid()}))
+            try:
+                return self.tell(guarantees(unpack(await receive(reader))["why"]))
+            except (EOFError, OSError):
+                self.end_zygote(number)
+        print("sandbox: workers do not start, see the error above", file=sys.stderr)
+        raise ChildProcessError
 
     def tell(self, layers: dict) -> None:
         if not self.layers.done():
@@ -152,14 +160,29 @@ class Pool:
             if off and not self.settings["off"]:
                 print(f"sandbox: NOT GUARANTEED here: {', '.join(off)}", file=sys.stderr)
 
-    def end_zygote(self, index: int) -> None:
-        process = self.processes.pop(index)
+    def end_zygote(self, number: int) -> None:
+        process, _, writer = self.zygotes.pop(number)
+        writer.close()
         process.kill()
         process.wait()
-        end_children(tuple(other.pid for other in self.processes.values()))
+        end_children(spare=[process.pid for process, *_ in self.zygotes.values()])
 
 
-def check_request(message: dict) -> dict:
+def choose_zygote(call: dict, preload: list[str]) -> int:
+    """How many of `preload` a call needs, by its text: up to the last that it names. All for a
+    check, for imports that we do not know or cannot see, and for random numbers of a package: a
+    zygote that has them is seeded. A wrong choice costs time: what is not there is imported."""
+    text = call["code"][0] + call["stdin"]
+    level = max((n for n, name in enumerate(preload, 1) if name in text), default=0)
+    imports = re.findall(r"^[ \t]*(?:import|from)[ \t]+(\w+)", text, re.M)
+    other = set(imports) - sys.stdlib_module_names - set(preload)
+    hidden = re.search(r"\b(?:__import__|importlib|exec|eval)\b", text)
+    if call["kind"] == "check" or other or hidden or (level and "random" in text):
+        return len(preload)
+    return level
+
+
+def check_call(message: dict) -> dict:
     """Raises TypeError, ValueError or KeyError for anything but a call."""
     if not all(isinstance(text, str) for text in [*message["code"], message["stdin"]]):
         raise TypeError("a call is made of texts: code and stdin, or answer and gold")
@@ -168,12 +191,13 @@ def check_request(message: dict) -> dict:
     return message
 
 
-async def receive(reader: asyncio.StreamReader) -> dict:
-    """One message; EOFError at the end, ValueError if it breaks the protocol."""
-    (size,) = struct.unpack("<I", await reader.readexactly(4))
+async def receive(reader: asyncio.StreamReader) -> bytes:
+    """One message with its length, as it is passed on; EOFError at the end."""
+    head = await reader.readexactly(4)
+    (size,) = struct.unpack("<I", head)
     if size > MAX_MESSAGE:
         raise ValueError(f"a message of {size} bytes")
-    return json.loads(await reader.readexactly(size))
+    return head + await reader.readexactly(size)
 
 
 def guarantees(why: dict[str, str]) -> dict[str, tuple[bool, str]]:
@@ -194,18 +218,17 @@ async def run_pool(owner: socket.socket, listener: socket.socket) -> None:
         libc("prctl", isolation.SET_SUBREAPER, 1, 0, 0, 0)
         with contextlib.suppress(OSError):  # equal addresses in every run
             libc("personality", isolation.NO_RANDOMIZE)
-    streams = await asyncio.open_connection(sock=owner)
+    lifeline, _ = await asyncio.open_connection(sock=owner)
     await asyncio.start_unix_server(pool.serve_client, sock=listener)
-    tasks = [asyncio.create_task(pool.serve_client(*streams))]
+    tasks = [asyncio.create_task(lifeline.read())]
     tasks += [asyncio.create_task(pool.serve_worker(n)) for n in range(pool.settings["workers"])]
     while os.getppid() == parent and not any(task.done() for task in tasks):
         await asyncio.wait(tasks, timeout=1, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    for process in pool.processes.values():
-        process.kill()
-        process.wait()
+    for number in list(pool.zygotes):
+        pool.end_zygote(number)
     end_children()
     shutil.rmtree(pool.settings["folder"], ignore_errors=True)
 
@@ -231,18 +254,14 @@ class SandboxClient:
     """A connection to a pool on this machine, for one thread at a time."""
 
     def __init__(self, address: str, secret: str):
-        sock = socket.socket(socket.AF_UNIX)
-        sock.connect(address)
-        self.use(sock, address, secret)
-
-    def use(self, sock: socket.socket, address: str, secret: str) -> None:
-        self.sock, self.address, self.secret = sock, address, secret
-        self.ended = False
+        self.address, self.secret = address, secret
         self.handles = itertools.count()
         self.unanswered: set[int] = set()
         self.answered: dict[int, ToolResult] = {}
         self.news: list[int] = []  # answered, and ready() has not said so
-        self.known_layers: dict | None = None
+        self.known_layers, self.ended = None, False
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.connect(address)
         self.send({"secret": secret})
 
     def submit(self, code: str, stdin: str = "", seconds: float = 4.0, urgent: bool = False) -> int:
@@ -256,7 +275,7 @@ class SandboxClient:
 
     def call(self, **request) -> int:
         handle = next(self.handles)
-        self.send(check_request({"id": handle, **request}))
+        self.send(check_call({"id": handle, **request}))
         self.unanswered.add(handle)
         return handle
 
@@ -286,29 +305,24 @@ class SandboxClient:
 
     def layers(self) -> dict[str, tuple[bool, str]]:
         """{guarantee: (on, by what, or why not)}; waits for the first worker."""
-        if not self.known_layers:
-            self.send({"layers": True})
         while not self.known_layers:
             if not self.receive(math.inf):
-                self.fail()
+                raise RuntimeError(ENDED)
         return self.known_layers
 
     def send(self, message: dict) -> None:
         try:
             self.sock.sendall(pack(message))
-        except OSError:
+        except OSError as error:
             self.end()
-            self.fail()
-
-    def fail(self) -> None:
-        raise RuntimeError("the sandbox's pool has ended, look for its message above")
+            raise RuntimeError(ENDED) from error
 
     def receive(self, timeout: float) -> bool:
         """Takes in one message; False if none came in time, or none will."""
+        wait = None if timeout == math.inf else max(0.0, timeout)
         poll = select.poll()
         poll.register(self.sock, select.POLLIN)
-        wait = None if timeout == math.inf else max(0.0, timeout) * 1000
-        if self.ended or not poll.poll(wait):
+        if self.ended or not poll.poll(wait and 1000 * wait):
             return False
         message = None
         with contextlib.suppress(ConnectionResetError):
@@ -365,13 +379,13 @@ class Sandbox(SandboxClient):
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(address)
         listener.listen(128)
-        ours, theirs = socket.socketpair()
+        super().__init__(address, secret)
+        self.lifeline, theirs = socket.socketpair()
         self.process = spawn(os.path.abspath(__file__), theirs, listener)
         settings = dict(folder=self.folder, secret=secret, workers=workers, preload=preload)
         settings |= dict(memory=memory, disk=disk, files=files, output=output, off=off)
         settings["path"] = [p for p in sys.path if p.endswith("-packages")]
-        ours.sendall(pack(settings))
-        self.use(ours, address, secret)
+        self.lifeline.sendall(pack(settings))
         layers = self.layers() if require else {}
         missing = {n: why for n in require for on, why in [layers.get(n, (0, "unknown"))] if not on}
         if missing:
@@ -380,6 +394,9 @@ class Sandbox(SandboxClient):
 
     def close(self) -> None:
         super().close()
+        with contextlib.suppress(OSError):
+            self.lifeline.shutdown(socket.SHUT_RDWR)
+        self.lifeline.close()
         try:
             self.process.wait(20)
         except subprocess.TimeoutExpired:

@@ -82,9 +82,10 @@ def family(root: int) -> dict[int, dict[str, str]]:
     return {pid: fields[pid] for pid in members}
 
 
-def layers_of_a_child(box: Sandbox) -> str:
-    """What /proc says of a child that runs now."""
-    handle = box.submit("import time; time.sleep(.3)")
+def layers_of_a_child(box: Sandbox, program: str) -> str:
+    """What /proc says of a child that runs such a program now."""
+    box.result(box.submit(program))
+    handle = box.submit(f"import time; time.sleep(.3)\n{program}")
     time.sleep(0.15)
     child = max(family(box.process.pid).values(), key=lambda f: len(f["NSpid"].split()))
     box.result(handle)
@@ -116,7 +117,6 @@ def measured(way, cpu, num_calls: int) -> tuple[float, float]:
 def throughput(rounds: int) -> None:
     with Sandbox() as box, Sandbox(off=ALL_OFF) as open_box:
         box.layers(), open_box.layers()
-        print(f"layers on:  {layers_of_a_child(box)}\nlayers off: {layers_of_a_child(open_box)}")
         print("        calls/s: layers    open    bare   /bare  /open", end="")
         print("   CPU ms: layers    open    bare   bare/  open/")
         for name, (program, output, (num_bare, num_pool)) in PROGRAMS.items():
@@ -136,12 +136,13 @@ def throughput(rounds: int) -> None:
                 rows[-1] += (on_cpu, open_cpu, bare_cpu, bare_cpu / on_cpu, open_cpu / on_cpu)
             widths = (17, 8, 8, 8, 7) * 2
             cells = [f"{median(c):{w}.2f}" for c, w in zip(zip(*rows), widths)]
-            print(f"{name:7}" + "".join(cells), flush=True)
+            print(f"{name:7}" + "".join(cells))
+            for kind, pool in (("on", box), ("off", open_box)):
+                print(f"        layers {kind}: {layers_of_a_child(pool, program)}", flush=True)
 
 
 def alone(num_calls: int) -> None:
-    """One call at a time: after a pause its child is there already, without one it is not."""
-    import sympy  # noqa: F401  the bare fork is one of a process as large as a zygote
+    """One call at a time, beside a bare fork of this process, which is as large as a zygote."""
 
     def bare_fork():
         if (pid := os.fork()) == 0:
@@ -150,24 +151,17 @@ def alone(num_calls: int) -> None:
         os.waitpid(pid, 0)
 
     with Sandbox(workers=1) as box:
-        box.layers()
-        ways = {
-            "forked ahead": lambda: box.result(box.submit("print(1+1)")),
-            "bare fork": bare_fork,
-        }
-        times = {name: [] for name in ["no pause", *ways]}
-        for _ in range(num_calls):
+        ways = {name: partial(box.submit, program) for name, (program, *_) in PROGRAMS.items()}
+        ways = {name: lambda submit=submit: box.result(submit()) for name, submit in ways.items()}
+        ways["bare fork"] = bare_fork
+        times = {name: [] for name in ways}
+        for _ in range(num_calls + 1):
             for name, way in ways.items():
-                time.sleep(0.02)
                 start = time.perf_counter()
                 way()
                 times[name].append(time.perf_counter() - start)
-            ways["forked ahead"]()
-            start = time.perf_counter()
-            ways["forked ahead"]()
-            times["no pause"].append(time.perf_counter() - start)
         print("one call alone, median ms: " + ", ".join(
-            f"{name} {1e3 * median(t):.1f}" for name, t in times.items()))  # fmt: skip
+            f"{name} {1e3 * median(t[1:]):.1f}" for name, t in times.items()))  # fmt: skip
 
 
 def flood_client(address: str, secret: str, num_calls: int, seed: int, report) -> None:

@@ -145,9 +145,13 @@ def test_runs_are_repeatable(box):
 import random, sympy, numpy as np
 print(hash("text"), random.random(), np.random.rand(), {"a", "b", "c", "d"})
 print(sympy.core.random.rng.random())"""
+    lean = "import random; print(random.random(), hash('a'))"
+    numpy_alone = "from numpy import random\nprint(random.rand())"
+    hidden = "m = __import__('num' + 'py')\nprint(getattr(m, 'ran' + 'dom').rand())"
     with Sandbox(workers=1) as other:
-        outputs = {run(b, code).stdout for b in (box, box, box, other)}
-    assert len(outputs) == 1 and outputs != {""}
+        for program in (code, lean, numpy_alone, hidden):
+            outputs = {run(b, program).stdout for b in (box, box, box, other)}
+            assert len(outputs) == 1 and outputs != {""}
 
 
 def test_nothing_goes_from_one_call_to_the_next(box):
@@ -241,6 +245,52 @@ def test_calls_that_are_none_raise_at_once(box):
             bad()
 
 
+CHOICES = [  # program, stdin, how many of (numpy, sympy) its zygote has
+    ("print(1 + 1)", "", 0),
+    ("import math, re\nfrom fractions import Fraction", "", 0),
+    ("import random; random.random()", "", 0),
+    ("import numpy as np", "", 1),
+    ("def f():\n    from numpy.linalg import inv", "", 1),
+    ("import numpy as np\nnp.random.rand()", "", 2),
+    ("import numpy, sympy", "", 2),
+    ("from sympy import *", "", 2),
+    ("import scipy", "", 2),
+    ("m = __import__('num' + 'py')", "", 2),
+    ("import importlib", "", 2),
+    ("exec(input())", "import numpy", 2),
+    ("evalf = 1  # no eval", "", 2),
+    ("evaluate = executor = 1", "", 0),
+    ("open('m.py', 'w').write('import numpy')\nimport m", "", 2),
+    ("\n" * 500_000 + " " * 500_000, "", 0),
+]
+
+
+@pytest.mark.parametrize("code, stdin, level", CHOICES, ids=lambda a: repr(a)[:40])
+def test_the_zygote_is_chosen_by_what_the_text_asks_for(code, stdin, level):
+    call = {"kind": "run", "code": [code], "stdin": stdin}
+    assert sandbox.choose_zygote(call, ["numpy", "sympy"]) == level
+    assert sandbox.choose_zygote(call, []) == 0
+    assert sandbox.choose_zygote({**call, "kind": "check"}, ["numpy", "sympy"]) == 2
+
+
+@linux_only
+def test_zygotes_start_when_needed_and_a_wrong_choice_runs_right():
+    unseen = "import codecs, pkgutil\nm = pkgutil.resolve_name(codecs.decode('ahzcl', 'rot13'))\n"
+    loaded = "import sys\n[name in sys.modules for name in ('num' + 'py', 'sym' + 'py', 'reward')]"
+    with Sandbox(workers=1) as box:
+        num_zygotes = []
+        for program, output in (
+            (loaded, "[False, False, False]\n"),
+            (unseen + loaded, "[True, False, False]\n"),
+            (unseen + "m.arange(4).sum()", "np.int64(6)\n"),
+            (loaded + "  # numpy", "[True, False, False]\n"),
+            (loaded + "  # sympy", "[True, True, False]\n"),
+        ):
+            assert run(box, program).stdout == output
+            num_zygotes.append(len(os.listdir(box.folder)) - 1)  # each has a folder
+    assert num_zygotes == [1, 1, 1, 2, 3]
+
+
 # ---- who may ask ----
 
 
@@ -281,7 +331,8 @@ def test_who_breaks_the_protocol_is_cut_off(box, junk):
         raw.connect(box.address)
         raw.settimeout(60)
         raw.sendall(isolation.pack({"secret": box.secret}) + junk)
-        assert raw.recv(100) == b""
+        all_of_it = raw.makefile("rb").read()  # to the end: one message
+    assert set(isolation.unpack(all_of_it)) == {"layers"}
     assert run(box, "1").stdout == "1\n"
 
 
@@ -343,7 +394,7 @@ print(box.process.pid, box.folder, flush=True)
 import time; time.sleep(60)"""
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as owner:
         pool, folder = owner.stdout.readline().split()
-        assert len(processes_of(int(pool))) > 2
+        wait_until(lambda: len(processes_of(int(pool))) > 2)
         members = list(processes_of(int(pool)))
         owner.kill()
     wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in members))
@@ -372,7 +423,7 @@ def test_a_call_that_kills_its_zygote_is_tried_twice_then_lost(tmp_path):
         once = f"import os\nif not os.path.exists({str(tmp_path / 'tried')!r}):\n"
         once += f"    open({str(tmp_path / 'tried')!r}, 'w').close(); {kill}\nprint('second')"
         assert run(box, once).stdout == "second\n"
-        assert len(processes_of(box.process.pid)) == 3  # pool, zygote, the child forked ahead
+        assert len(processes_of(box.process.pid)) == 2  # pool and zygote
 
 
 @linux_only
