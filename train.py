@@ -233,9 +233,15 @@ class Job:
             parallel.save_checkpoint(folder, name, self.model, self.optimizer, self.state)
 
     def hand_over(self) -> None:
-        """The trainer's weights to this rank's engine, one tensor at a time."""
+        """The trainer's weights to this rank's engine: what FSDP's root holds in one collective (all
+        of a small model), the others one tensor at a time."""
         with self.timed("weights"):
+            sharded = hasattr(self.model, "unshard")
+            if sharded:
+                self.model.unshard()
             self.engine.update_weights(self.model.named_parameters())
+            if sharded:
+                self.model.reshard()
             if self.engine.k_cache is None:
                 self.engine.regrow_cache()
 
