@@ -34,7 +34,8 @@ import atexit
 import contextlib
 import ctypes
 import gc
-import importlib.util
+import importlib
+import itertools
 import json
 import linecache
 import math
@@ -48,7 +49,6 @@ import sys
 import threading
 import time
 import traceback
-import types
 import warnings
 from pathlib import Path
 
@@ -58,8 +58,9 @@ NUM_CORES = len(os.sched_getaffinity(0)) if LINUX else os.cpu_count()
 PROGRAM = "<tool>"  # file name of a call's code in its tracebacks
 OUT_OF_MEMORY = 77  # exit status by which a child reports a MemoryError
 MAX_OUTPUT = 16 << 20  # bytes to stdout or stderr, then the call ends
+POOL = 0  # our stdin: a socket
 TICK = 0.05  # seconds between two looks at a running child
-COMMON = "collections decimal fractions functools heapq itertools re statistics string typing"
+COMMON = "collections decimal fractions functools heapq re statistics string typing"
 WARM_UP = {  # module: what is run in the zygote, so that a child finds first uses done
     "math": "import math\nprint(1 + 1)\nmath.pi",
     "numpy": "import numpy as np\nprint(np.arange(4.0).reshape(2, 2) @ np.ones(2), np.sum([1]))",
@@ -80,10 +81,6 @@ def pack(message: dict) -> bytes:
     return struct.pack("<I", len(body)) + body
 
 
-def unpack(data: bytes) -> dict:
-    return json.loads(data[4:])
-
-
 def read_message(descriptor: int) -> dict | None:
     """Waits for one message; None at the end of the stream."""
     data, size = b"", 4
@@ -93,7 +90,7 @@ def read_message(descriptor: int) -> dict | None:
         data += more
         if len(data) == 4:
             size += struct.unpack("<I", data)[0]
-    return unpack(data)
+    return json.loads(data[4:])
 
 
 # ---- what a Linux process can be forbidden ----
@@ -183,11 +180,10 @@ def seccomp_program() -> ctypes.Array:
     return ctypes.create_string_buffer(code, len(code))
 
 
-def seccomp(program: ctypes.Array) -> list[tuple]:
-    """Calls that apply a filter. The header has only its address: as an argument it lives on."""
+def apply_seccomp(program: ctypes.Array) -> tuple:
+    """Its header has only the address of the program, which as an argument lives on."""
     header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(program))
-    apply = prepare("prctl", SET_SECCOMP, 2, header, 0, program)
-    return [prepare("prctl", NO_NEW_PRIVS, 1, 0, 0, 0), apply]
+    return prepare("prctl", SET_SECCOMP, 2, header, 0, program)
 
 
 def readable_paths() -> list[str]:
@@ -217,30 +213,30 @@ def landlock_ruleset(home: str) -> int:
     return ruleset
 
 
-def landlock(ruleset: int) -> list[tuple]:
-    return [prepare("prctl", NO_NEW_PRIVS, 1, 0, 0, 0), prepare("syscall", 446, ruleset, 0)]
+def apply_landlock(ruleset: int) -> tuple:
+    return prepare("syscall", 446, ruleset, 0)
 
 
-def no_capabilities() -> tuple:
+def drop_capabilities() -> tuple:
     return prepare("capset", struct.pack("<II", 0x20080522, 0), bytes(24))
 
 
-def limits(**values: int) -> list[tuple]:
-    """Soft = hard: raising one again takes a capability."""
-    number = lambda name: getattr(resource, f"RLIMIT_{name}")
-    return [prepare("setrlimit", number(n), struct.pack("QQ", v, v)) for n, v in values.items()]
+def limit(name: str, value: int) -> tuple:
+    """Soft = hard: raising it again takes a capability."""
+    number = getattr(resource, f"RLIMIT_{name}")
+    return prepare("setrlimit", number, struct.pack("QQ", value, value))
 
 
 def enter_namespaces(flags: int) -> None:
     """CAP_SYS_ADMIN needs no user namespace; anybody else gets one that maps him to himself."""
-    maps = {"setgroups": "deny", "uid_map": f"{os.getuid()} {os.getuid()} 1"}
-    maps["gid_map"] = f"{os.getgid()} {os.getgid()} 1"
+    user, group = os.getuid(), os.getgid()
     try:
         libc("unshare", flags)
     except PermissionError:
         libc("unshare", flags | NEW_USER)
-        for name, text in maps.items():
-            Path("/proc/self", name).write_text(text)
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
     if flags & NEW_MOUNT:
         libc("mount", None, b"/", None, REC | PRIVATE, None)
 
@@ -274,13 +270,15 @@ def probe(folder: str, off: list[str]) -> dict[str, str]:
     """{mechanism: "" if it works here, else why it does not}. `folder` is an empty directory."""
     trials = {
         "limits": lambda: None,
-        "seccomp": lambda: make(*seccomp(seccomp_program())),
-        "landlock": lambda: make(*landlock(landlock_ruleset(folder))),
+        "seccomp": lambda: make(apply_seccomp(seccomp_program())),
+        "landlock": lambda: make(apply_landlock(landlock_ruleset(folder))),
         "pid": lambda: enter_namespaces(NEW_PID),
         "net": lambda: enter_namespaces(NEW_NET),
         "mount": lambda: (enter_namespaces(NEW_MOUNT), mount_tmpfs(folder, 4096, 9)),
-        "capabilities": lambda: make(no_capabilities()),
+        "capabilities": lambda: make(drop_capabilities()),
     }
+    if LINUX:
+        libc("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)  # for both; children inherit it
     return {n: "switched off" if n in off else try_in_fork(t) for n, t in trials.items()}
 
 
@@ -309,7 +307,7 @@ def run_call(call: dict) -> int:
         print(int(reward.is_equivalent(*call["code"])), end="", flush=True)
         return 0
     (source,) = call["code"]
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main = sys.modules["__main__"] = type(sys)("__main__")
     linecache.cache[PROGRAM] = (len(source), None, source.splitlines(True), PROGRAM)
     status, stdout = 0, sys.stdout
     run = lambda: execute(source, main.__dict__)
@@ -373,22 +371,18 @@ def own_lines(error: BaseException) -> str:
 class Zygote:
     """A worker. `why` says for each mechanism why it is off here; it is `on` if that is empty."""
 
-    def __init__(self, settings: dict, pool: int):
-        self.settings, self.pool = settings, pool
-        self.view, self.ruleset, self.namespaces = None, None, []
-        self.folder = os.path.join(settings["folder"], f"w{settings['index']}")
+    def __init__(self, settings: dict):
+        """Sets up what all children share: namespaces, the place of the private directory.
+
+        subtle: the worker first moves into a PID namespace of its own. From there it may come back
+        from the one it makes for each call, also where only a user namespace gives it rights."""
+        self.settings, self.view, self.ruleset, self.namespaces = settings, None, None, []
+        self.folder = os.path.join(settings["folder"], f"w{settings['number']}")
         self.home = self.private = os.path.join(self.folder, "home")  # to the child, to us
         os.makedirs(self.folder, exist_ok=True)
         self.why = probe(self.folder, settings["off"])
         self.on = {name: not why for name, why in self.why.items()}
         self.filter = seccomp_program() if self.on["seccomp"] else ctypes.create_string_buffer(0)
-        self.set_up()
-
-    def set_up(self) -> None:
-        """What all children share: namespaces, the place of the private directory.
-
-        subtle: the worker first moves into a PID namespace of its own. From there it may come back
-        from the one it makes for each call, also where only a user namespace gives it rights."""
         if LINUX:
             libc("prctl", SET_SUBREAPER, 1, 0, 0, 0)
             with contextlib.suppress(OSError):  # children are the first to go when memory is short
@@ -396,7 +390,7 @@ class Zygote:
         if self.on["pid"]:
             enter_namespaces(NEW_PID)
             if (pid := os.fork()) != 0:
-                os.close(self.pool)
+                os.close(POOL)
                 os.waitpid(pid, 0)
                 if os.getppid() != self.settings["pool"]:  # it was killed and cannot tidy up
                     remove(self.settings["folder"])
@@ -439,35 +433,42 @@ class Zygote:
             yield prepare("chroot", os.fsencode(self.view))
         yield prepare("chdir", os.fsencode(self.home))
         if self.on["landlock"]:
-            yield from landlock(self.ruleset)
+            yield apply_landlock(self.ruleset)
         yield prepare("setsid")
         if self.on["limits"]:
-            memory = {"AS": self.settings["memory"]} if LINUX else {}
-            yield from limits(**memory, FSIZE=self.settings["disk"], NOFILE=64, CORE=0)
+            limits = dict(NOFILE=64, CORE=0, FSIZE=self.settings["disk"])
+            limits |= {"AS": self.settings["memory"]} if LINUX else {}  # macOS refuses it
+            yield from itertools.starmap(limit, limits.items())
         if self.on["capabilities"]:
-            yield no_capabilities()
+            yield drop_capabilities()
         if self.on["seccomp"]:
-            yield from seccomp(self.filter)
+            yield apply_seccomp(self.filter)
 
     def run(self) -> None:
         """Says how it is here, then answers calls until the pool ends."""
-        warm_up(self.settings["preload"], self.settings["full"], self.home)
+        warm_up(self.home)
         message = {"why": self.why}
-        with contextlib.suppress(BrokenPipeError), open(self.pool, "wb", 0) as pool:
-            while pool.write(pack(message)) and (call := read_message(self.pool)):
-                files = [new_file(self.folder) for _ in range(3)]  # stdin, stdout, stderr
+        with contextlib.suppress(BrokenPipeError), open(POOL, "wb", 0) as pool:
+            while pool.write(pack(message)) and (call := read_message(POOL)):
+                files = list(map(self.new_file, ("stdin", "stdout", "stderr")))
                 message = self.serve(call, files)
                 for file in files:
                     os.close(file)
                 if os.listdir(self.private):
                     self.renew()
 
+    def new_file(self, name: str) -> int:
+        """A file, because a child fills it without anybody reading at the other end."""
+        if LINUX:
+            return os.memfd_create("")
+        return os.open(os.path.join(self.folder, name), os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+
     def fork(self, call: dict, files: list[int]) -> int:
         """Starts the child of a call; returns its process id.
 
         subtle: by the C library. os.fork would make the child run what modules registered (random,
         logging, threading): of no use where there is one thread, and 170 pages."""
-        locks = [*self.locks, *limits(CPU=math.ceil(call["seconds"]) + 1)]
+        locks = [*self.locks, limit("CPU", math.ceil(call["seconds"]) + 1)]
         make(*self.namespaces[:1])
         if (pid := libc("fork")) == 0:
             status = 1
@@ -492,8 +493,8 @@ class Zygote:
         cpu = asleep = looked_cpu = 0.0
         start = looked = time.monotonic()
         pid = self.fork(call, files)
-        pidfd = os.pidfd_open(pid) if LINUX else os.dup(self.pool)
-        poll.register(self.pool, select.POLLIN)
+        pidfd = os.pidfd_open(pid) if LINUX else os.dup(POOL)
+        poll.register(POOL, select.POLLIN)
         poll.register(pidfd, select.POLLIN)
         while not cause:
             wait = min(TICK, max((seconds - cpu) / NUM_CORES, 0.002)) if LINUX else 0.002
@@ -501,7 +502,8 @@ class Zygote:
             ended, status, usage = os.wait4(pid, os.WNOHANG)
             if ended:
                 break
-            cpu, now = cpu_clock(pid), time.monotonic()
+            now = time.monotonic()
+            cpu = time.clock_gettime((~pid << 3) | 2) if LINUX else 0.0  # of all its threads
             if now - looked >= TICK:
                 if is_asleep(pidfd):
                     asleep += max(0.0, min(now - looked, 2 * TICK) - (cpu - looked_cpu))
@@ -510,7 +512,7 @@ class Zygote:
                 cause = "timeout"
             elif max(map(size_of, files[1:])) > MAX_OUTPUT:
                 cause = "output"
-            elif self.pool in dict(ready):
+            elif POOL in dict(ready):
                 cause = "lost"  # the pool has ended
         else:
             os.kill(pid, signal.SIGKILL)
@@ -540,16 +542,6 @@ def verdict(code: int, late: bool, files: list[int]) -> str:
     return "error" if code else "ok" if stdout else "empty"
 
 
-def new_file(folder: str) -> int:
-    """A file without a name: a child fills it without anybody reading at the other end."""
-    if LINUX:
-        return os.memfd_create("")
-    path = os.path.join(folder, "file")
-    file = os.open(path, os.O_RDWR | os.O_CREAT)
-    os.unlink(path)
-    return file
-
-
 def size_of(file: int) -> int:
     return os.fstat(file).st_size
 
@@ -561,11 +553,6 @@ def cut(file: int, limit: int) -> str:
         marker = f"\n... {more} bytes left out ...\n".encode()
         text = text[: limit // 2] + marker + os.pread(file, limit // 2, limit // 2 + more)
     return text.decode("utf-8", "replace")
-
-
-def cpu_clock(pid: int) -> float:
-    """CPU seconds of a process so far, all threads."""
-    return time.clock_gettime((~pid << 3) | 2) if LINUX else 0.0
 
 
 def is_asleep(pidfd: int) -> bool:
@@ -597,17 +584,8 @@ def remove(path: str) -> None:
             os.waitpid(os.posix_spawnp(command[0], [*command, path], {}), 0)
 
 
-def warm_up(names: list[str], full: bool, home: str) -> None:
-    """Makes what every child then has for nothing: imported packages, the checker, the state of a
-    fresh interpreter."""
-    gc.disable()
-    for name in [*COMMON.split(), *names]:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    if full:
-        spec = importlib.util.spec_from_file_location("reward", Path(HERE).with_name("reward.py"))
-        sys.modules["reward"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["reward"])
+def warm_up(home: str) -> None:
+    """Makes what every child then has for nothing: the state of a fresh interpreter, first uses."""
     os.environ.clear()
     os.environ.update(PATH="/usr/bin:/bin", LANG="C.UTF-8", HOME=home, TMPDIR=home)
     sys.argv[:], sys.path[:0] = [""], [""]
@@ -623,7 +601,7 @@ def warm_up(names: list[str], full: bool, home: str) -> None:
     random.seed(0)
     if "sympy" in sys.modules:
         sys.modules["sympy"].core.random.seed(0)
-    if full and "numpy" in sys.modules:
+    if "numpy" in sys.modules and "reward" in sys.modules:
         sys.modules["numpy"].random.seed(0)
     gc.freeze()
     gc.enable()
@@ -635,13 +613,17 @@ def warm_up(names: list[str], full: bool, home: str) -> None:
                 LIBC.madvise(*map(ctypes.c_size_t, (start, end - start)), MADV_COLLAPSE)
 
 
-def main(number: str) -> None:
-    """Serves the pool at the other end of a socket, whose first message has the settings."""
-    settings = read_message(int(number))
-    sys.path[:] = [p for p in sys.path if p != os.path.dirname(HERE)]
+def main() -> None:
+    """Serves the pool; its first message has the settings."""
+    settings = read_message(POOL)
+    gc.disable()
     sys.path += [p for p in settings["path"] if p not in sys.path]
-    Zygote(settings, int(number)).run()
+    for name in [*COMMON.split(), *settings["imports"]]:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    sys.path.remove(os.path.dirname(HERE))
+    Zygote(settings).run()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

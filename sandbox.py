@@ -2,7 +2,7 @@
 
     trainer, ranks      SandboxClient: submit, ready, result; no call blocks another
       | unix socket     0700 directory, same user, the job's secret; length + JSON, no pickle
-    pool, one process   a queue, answer checks first; `workers` calls at once, each in a zygote
+    pool, one process   a queue, answer checks first; `workers` calls at once, each in the zygote
       | socket pair     that has what its text asks for; replaces dead ones, retries their call
     zygotes             isolation.py: fork a child, locked down, for a call, and watch it
       | unnamed files
@@ -25,6 +25,7 @@ import asyncio
 import contextlib
 import importlib
 import itertools
+import json
 import math
 import os
 import re
@@ -40,10 +41,10 @@ import time
 from dataclasses import asdict, dataclass
 
 import isolation
-from isolation import HERE, LINUX, NUM_CORES, end_children, libc, pack, read_message, unpack
+from isolation import HERE, LINUX, NUM_CORES, end_children, libc, pack, read_message
 
-ENDED = "the sandbox's pool has ended, look for its message above"
 MAX_MESSAGE, MAX_UNREAD = 64 << 20, 256 << 20  # bytes of a message, of answers nobody reads
+ENDED = "the sandbox's pool has ended, look for its message above"
 # malloc must not give pages back only to clear new ones; a child would bind functions once more.
 ENVIRONMENT = """PATH=/usr/local/bin:/usr/bin:/bin LANG=C.UTF-8 PYTHONUTF8=1 PYTHONHASHSEED=0
     OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1
@@ -89,7 +90,7 @@ class Pool:
         writer.transport.set_write_buffer_limits(MAX_UNREAD)
         sock = writer.get_extra_info("socket")
         try:
-            secret = unpack(await receive(reader))["secret"]
+            secret = json.loads((await receive(reader))[4:])["secret"]
             if not secrets.compare_digest(secret, self.secret):
                 raise ValueError("not of this job")
             user = struct.pack("i", os.getuid())
@@ -98,16 +99,18 @@ class Pool:
             writer.write(pack({"layers": await asyncio.shield(self.layers)}))
             while True:
                 data = await receive(reader)
-                call = check_call(unpack(data))
+                call = check_call(json.loads(data[4:]))
                 self.queue.put_nowait((not call["urgent"], next(self.order), call, data, writer))
         except (EOFError, OSError, ValueError, TypeError, KeyError, RecursionError):
+            writer.close()
+        except asyncio.CancelledError:  # the pool ends; asyncio would complain
             writer.close()
 
     async def serve_worker(self, index: int) -> None:
         """Runs one call at a time, in the zygote that has what it needs."""
         preload = self.settings["preload"]
         first = index * (len(preload) + 1)
-        if index == 0:  # for `layers`; other zygotes start when needed
+        if index == 0:  # says the layers; the other zygotes start when needed
             await self.start(first)
         while True:
             *_, call, data, client = await self.queue.get()
@@ -125,8 +128,7 @@ class Pool:
         if number not in self.zygotes:
             await self.start(number)
         process, reader, writer = self.zygotes[number]
-        hangs = 10 * call["seconds"] + 60
-        alarm = asyncio.get_running_loop().call_later(hangs, process.kill)
+        alarm = asyncio.get_running_loop().call_later(10 * call["seconds"] + 60, process.kill)
         try:
             writer.write(data)
             return await receive(reader)
@@ -136,29 +138,27 @@ class Pool:
             alarm.cancel()
 
     async def start(self, number: int) -> None:
-        """Starts a zygote. If three do not come up, neither this worker nor the pool goes on."""
-        preload = self.settings["preload"]
+        """Starts a zygote. If three in a row do not come up, that is the end of the pool."""
+        preload, off = self.settings["preload"], self.settings["off"]
         level = number % (len(preload) + 1)
-        own = dict(index=number, preload=preload[:level], full=0 < level == len(preload))
+        own = dict(number=number, imports=preload[:level], pool=os.getpid())
+        if 0 < level == len(preload):
+            own["imports"] = [*preload, "reward"]
         for _ in range(3):
-            ours, theirs = socket.socketpair()
-            process = spawn(HERE, theirs)
-            reader, writer = await asyncio.open_connection(sock=ours)
+            process, sock = spawn(HERE)
+            reader, writer = await asyncio.open_connection(sock=sock)
             self.zygotes[number] = process, reader, writer
-            writer.write(pack({**self.settings, **own, "pool": os.getpid()}))
+            writer.write(pack(self.settings | own))
             try:
-                return self.tell(guarantees(unpack(await receive(reader))["why"]))
+                layers = guarantees(json.loads((await receive(reader))[4:])["why"])
             except (EOFError, OSError):
                 self.end_zygote(number)
-        print("sandbox: workers do not start, see the error above", file=sys.stderr)
-        raise ChildProcessError
-
-    def tell(self, layers: dict) -> None:
-        if not self.layers.done():
-            self.layers.set_result(layers)
-            off = [f"{name} ({why})" for name, (on, why) in layers.items() if not on]
-            if off and not self.settings["off"]:
-                print(f"sandbox: NOT GUARANTEED here: {', '.join(off)}", file=sys.stderr)
+                continue
+            missing = [f"{name} ({why})" for name, (on, why) in layers.items() if not on]
+            if missing and not off and not self.layers.done():
+                print(f"sandbox: NOT GUARANTEED here: {', '.join(missing)}", file=sys.stderr)
+            return self.layers.done() or self.layers.set_result(layers)
+        sys.exit("sandbox: workers do not start, see the error above")
 
     def end_zygote(self, number: int) -> None:
         process, _, writer = self.zygotes.pop(number)
@@ -210,41 +210,39 @@ def guarantees(why: dict[str, str]) -> dict[str, tuple[bool, str]]:
     return found
 
 
-async def run_pool(owner: socket.socket, listener: socket.socket) -> None:
-    """Until the owner's end of its socket closes, or the owner is no longer our parent."""
-    parent = os.getppid()
-    pool = Pool(read_message(owner.fileno()))
+async def run_pool() -> None:
+    """Until the owner's end of our stdin closes, or the owner is no longer our parent."""
+    owner = socket.socket(fileno=0)
+    data, (listener,), *_ = socket.recv_fds(owner, MAX_MESSAGE, 1)
+    parent, pool = os.getppid(), Pool(json.loads(data))
     if LINUX:
         libc("prctl", isolation.SET_SUBREAPER, 1, 0, 0, 0)
         with contextlib.suppress(OSError):  # equal addresses in every run
             libc("personality", isolation.NO_RANDOMIZE)
     lifeline, _ = await asyncio.open_connection(sock=owner)
-    await asyncio.start_unix_server(pool.serve_client, sock=listener)
-    tasks = [asyncio.create_task(lifeline.read())]
-    tasks += [asyncio.create_task(pool.serve_worker(n)) for n in range(pool.settings["workers"])]
-    while os.getppid() == parent and not any(task.done() for task in tasks):
-        await asyncio.wait(tasks, timeout=1, return_when=asyncio.FIRST_COMPLETED)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    for number in list(pool.zygotes):
-        pool.end_zygote(number)
-    end_children()
-    shutil.rmtree(pool.settings["folder"], ignore_errors=True)
+    await asyncio.start_unix_server(pool.serve_client, sock=socket.socket(fileno=listener))
+    coroutines = [lifeline.read(), *map(pool.serve_worker, range(pool.settings["workers"]))]
+    tasks = list(map(asyncio.create_task, coroutines))
+    try:
+        while os.getppid() == parent and not any(task.done() for task in tasks):
+            await asyncio.wait(tasks, timeout=1, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for number in list(pool.zygotes):
+            pool.end_zygote(number)
+        end_children()
+        shutil.rmtree(pool.settings["folder"], ignore_errors=True)
 
 
-def spawn(script: str, *sockets: socket.socket) -> subprocess.Popen:
-    """Starts a process of ours by exec: a fork of one with threads may hang. Its environment is
-    clean, since /proc shows it."""
+def spawn(script: str, *arguments: str) -> tuple[subprocess.Popen, socket.socket]:
+    """Starts a process of ours, and a socket that is its stdin. By exec: a fork of one with threads
+    may hang. Its environment is clean, since /proc shows it."""
+    ours, theirs = socket.socketpair()
     environment = dict(pair.split("=", 1) for pair in ENVIRONMENT.split())
     environment |= {k: v for k, v in os.environ.items() if k == "LD_LIBRARY_PATH"}
-    quiet = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
-    numbers = [s.fileno() for s in sockets]
-    command = [sys.executable, "-s", script, *map(str, numbers)]
-    process = subprocess.Popen(command, env=environment, cwd="/", pass_fds=numbers, **quiet)
-    for s in sockets:
-        s.close()
-    return process
+    how = dict(stdin=theirs, stdout=subprocess.DEVNULL, start_new_session=True, cwd="/")
+    process = subprocess.Popen([sys.executable, "-s", script, *arguments], env=environment, **how)
+    theirs.close()
+    return process, ours
 
 
 # ---- the client: what a trainer holds ----
@@ -256,48 +254,46 @@ class SandboxClient:
     def __init__(self, address: str, secret: str):
         self.address, self.secret = address, secret
         self.handles = itertools.count()
-        self.unanswered: set[int] = set()
-        self.answered: dict[int, ToolResult] = {}
+        self.results: dict[int, ToolResult | None] = {}  # None: unanswered
         self.news: list[int] = []  # answered, and ready() has not said so
         self.known_layers, self.ended = None, False
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.connect(address)
+        self.sockets = [self.sock]  # to close
         self.send({"secret": secret})
 
     def submit(self, code: str, stdin: str = "", seconds: float = 4.0, urgent: bool = False) -> int:
         """Hands in a program and returns its handle at once."""
-        return self.call(kind="run", code=[code], stdin=stdin, seconds=seconds, urgent=urgent)
+        return self.call("run", [code], stdin, seconds, urgent)
 
     def submit_check(self, answer: str, gold: str, seconds: float = 4.0, urgent=True) -> int:
         """Hands in an answer check (`reward.is_equivalent`); its stdout will be "1" or "0"."""
-        code = [answer, gold]
-        return self.call(kind="check", code=code, stdin="", seconds=seconds, urgent=urgent)
+        return self.call("check", [answer, gold], "", seconds, urgent)
 
-    def call(self, **request) -> int:
+    def call(self, kind: str, code: list[str], stdin: str, seconds: float, urgent: bool) -> int:
         handle = next(self.handles)
-        self.send(check_call({"id": handle, **request}))
-        self.unanswered.add(handle)
+        call = dict(id=handle, kind=kind, code=code, stdin=stdin, seconds=seconds, urgent=urgent)
+        self.send(check_call(call))
+        self.results[handle] = None
         return handle
 
     def ready(self) -> list[int]:
         """Handles answered since the last look, without waiting."""
         while self.receive(0):
             pass
-        news, self.news = [h for h in self.news if h in self.answered], []
+        news, self.news = [handle for handle in self.news if handle in self.results], []
         return news
 
     def result(self, handle: int, timeout: float = math.inf) -> ToolResult:
-        """Waits for an answer and hands it over, once."""
+        """Waits for an answer and hands it over, once: a KeyError after that."""
         deadline = time.monotonic() + (math.inf if timeout is None else timeout)
-        while handle in self.unanswered:
+        while self.results[handle] is None:
             if not self.receive(deadline - time.monotonic()) and time.monotonic() >= deadline:
                 raise TimeoutError(f"call {handle} has no answer yet")
-        if handle not in self.answered:
-            raise KeyError(f"call {handle} was never made, or its result is taken")
-        return self.answered.pop(handle)
+        return self.results.pop(handle)
 
     def pending(self) -> int:
-        return len(self.unanswered)
+        return sum(result is None for result in self.results.values())
 
     def fileno(self) -> int:
         """For select: readable when an answer waits."""
@@ -319,10 +315,9 @@ class SandboxClient:
 
     def receive(self, timeout: float) -> bool:
         """Takes in one message; False if none came in time, or none will."""
-        wait = None if timeout == math.inf else max(0.0, timeout)
         poll = select.poll()
         poll.register(self.sock, select.POLLIN)
-        if self.ended or not poll.poll(wait and 1000 * wait):
+        if self.ended or not poll.poll(1000 * min(max(timeout, 0), 1e6)):
             return False
         message = None
         with contextlib.suppress(ConnectionResetError):
@@ -336,21 +331,21 @@ class SandboxClient:
         return not self.ended
 
     def take(self, handle: int, result: ToolResult) -> None:
-        self.unanswered.remove(handle)
-        self.answered[handle] = result
+        self.results[handle] = result
         self.news.append(handle)
 
     def end(self) -> None:
         """The pool is gone: what it has not answered is lost."""
         self.ended = True
-        for handle in sorted(self.unanswered):
+        for handle in [handle for handle, result in self.results.items() if result is None]:
             self.take(handle, ToolResult("lost"))
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)  # also where a fork holds a copy
-        self.sock.close()
         self.end()
+        for sock in self.sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # also where a fork holds a copy
+            sock.close()
 
     def __enter__(self):
         return self
@@ -375,17 +370,16 @@ class Sandbox(SandboxClient):
     ):
         place = tempfile.gettempdir()  # a socket's address has room for 107 bytes
         self.folder = tempfile.mkdtemp(prefix="sandbox-", dir=place if len(place) < 80 else "/tmp")
-        address, secret = os.path.join(self.folder, "socket"), secrets.token_hex(16)
         listener = socket.socket(socket.AF_UNIX)
-        listener.bind(address)
+        listener.bind(os.path.join(self.folder, "socket"))
         listener.listen(128)
-        super().__init__(address, secret)
-        self.lifeline, theirs = socket.socketpair()
-        self.process = spawn(os.path.abspath(__file__), theirs, listener)
-        settings = dict(folder=self.folder, secret=secret, workers=workers, preload=preload)
+        super().__init__(listener.getsockname(), secrets.token_hex(16))
+        self.process, lifeline = spawn(os.path.abspath(__file__), "--serve")
+        self.sockets += [lifeline, listener]
+        settings = dict(folder=self.folder, secret=self.secret, workers=workers, preload=preload)
         settings |= dict(memory=memory, disk=disk, files=files, output=output, off=off)
         settings["path"] = [p for p in sys.path if p.endswith("-packages")]
-        self.lifeline.sendall(pack(settings))
+        socket.send_fds(lifeline, [json.dumps(settings).encode()], [listener.fileno()])
         layers = self.layers() if require else {}
         missing = {n: why for n in require for on, why in [layers.get(n, (0, "unknown"))] if not on}
         if missing:
@@ -394,9 +388,6 @@ class Sandbox(SandboxClient):
 
     def close(self) -> None:
         super().close()
-        with contextlib.suppress(OSError):
-            self.lifeline.shutdown(socket.SHUT_RDWR)
-        self.lifeline.close()
         try:
             self.process.wait(20)
         except subprocess.TimeoutExpired:
@@ -405,13 +396,13 @@ class Sandbox(SandboxClient):
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def main(*arguments: str) -> int | None:
-    if arguments == ("--check",):
-        sys.path.insert(0, os.path.join(os.path.dirname(HERE), "tests"))
-        return importlib.import_module("sandbox_hostile").main()
-    if len(arguments) != 2:
+def main(argument: str = "") -> int | None:
+    if argument == "--serve":
+        return asyncio.run(run_pool())
+    if argument != "--check":
         return print(__doc__)
-    return asyncio.run(run_pool(*(socket.socket(fileno=int(number)) for number in arguments)))
+    sys.path.insert(0, os.path.join(os.path.dirname(HERE), "tests"))
+    return importlib.import_module("sandbox_hostile").main()
 
 
 if __name__ == "__main__":
