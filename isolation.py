@@ -35,7 +35,6 @@ import contextlib
 import ctypes
 import gc
 import importlib
-import itertools
 import json
 import linecache
 import math
@@ -60,7 +59,7 @@ OUT_OF_MEMORY = 77  # exit status by which a child reports a MemoryError
 MAX_OUTPUT = 16 << 20  # bytes to stdout or stderr, then the call ends
 POOL = 0  # our stdin: a socket
 TICK = 0.05  # seconds between two looks at a running child
-COMMON = "collections decimal fractions functools heapq re statistics string typing"
+COMMON = "collections decimal fractions functools re string typing"  # for all zygotes
 WARM_UP = {  # module: what is run in the zygote, so that a child finds first uses done
     "math": "import math\nprint(1 + 1)\nmath.pi",
     "numpy": "import numpy as np\nprint(np.arange(4.0).reshape(2, 2) @ np.ones(2), np.sum([1]))",
@@ -213,10 +212,6 @@ def landlock_ruleset(home: str) -> int:
     return ruleset
 
 
-def apply_landlock(ruleset: int) -> tuple:
-    return prepare("syscall", 446, ruleset, 0)
-
-
 def drop_capabilities() -> tuple:
     return prepare("capset", struct.pack("<II", 0x20080522, 0), bytes(24))
 
@@ -271,30 +266,29 @@ def probe(folder: str, off: list[str]) -> dict[str, str]:
     trials = {
         "limits": lambda: None,
         "seccomp": lambda: make(apply_seccomp(seccomp_program())),
-        "landlock": lambda: make(apply_landlock(landlock_ruleset(folder))),
+        "landlock": lambda: libc("syscall", 446, landlock_ruleset(folder), 0),
         "pid": lambda: enter_namespaces(NEW_PID),
         "net": lambda: enter_namespaces(NEW_NET),
         "mount": lambda: (enter_namespaces(NEW_MOUNT), mount_tmpfs(folder, 4096, 9)),
         "capabilities": lambda: make(drop_capabilities()),
     }
     if LINUX:
-        libc("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)  # for both; children inherit it
-    return {n: "switched off" if n in off else try_in_fork(t) for n, t in trials.items()}
-
-
-def try_in_fork(trial) -> str:
-    reader, writer = os.pipe()
-    if (pid := os.fork()) == 0:
-        try:
-            trial()
-        except Exception as error:
-            os.write(writer, f"{error} ({sys.platform})".encode()[:500])
-        finally:
-            os._exit(0)
-    os.close(writer)
-    os.waitpid(pid, 0)
-    with open(reader) as answer:
-        return answer.read()
+        libc("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)  # Landlock and seccomp want it; it is inherited
+    why = dict.fromkeys(off, "switched off")
+    for name in trials.keys() - why.keys():
+        reader, writer = os.pipe()
+        if (pid := os.fork()) == 0:
+            try:
+                trials[name]()
+            except Exception as error:
+                os.write(writer, f"{error} ({sys.platform})".encode()[:500])
+            finally:
+                os._exit(0)
+        os.close(writer)
+        os.waitpid(pid, 0)
+        with open(reader) as answer:
+            why[name] = answer.read()
+    return why
 
 
 # ---- the child: one call ----
@@ -427,18 +421,19 @@ class Zygote:
 
     def lock_down(self):
         """All that a child gives up, in the order in which it still can, as calls for `make`."""
+        disk, memory = self.settings["disk"], self.settings["memory"]
+        memory = memory if LINUX else resource.RLIM_INFINITY  # macOS refuses less
         if LINUX:
             yield prepare("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if self.view:
             yield prepare("chroot", os.fsencode(self.view))
         yield prepare("chdir", os.fsencode(self.home))
         if self.on["landlock"]:
-            yield apply_landlock(self.ruleset)
+            yield prepare("syscall", 446, self.ruleset, 0)
         yield prepare("setsid")
         if self.on["limits"]:
-            limits = dict(NOFILE=64, CORE=0, FSIZE=self.settings["disk"])
-            limits |= {"AS": self.settings["memory"]} if LINUX else {}  # macOS refuses it
-            yield from itertools.starmap(limit, limits.items())
+            for name, value in dict(NOFILE=64, CORE=0, FSIZE=disk, AS=memory).items():
+                yield limit(name, value)
         if self.on["capabilities"]:
             yield drop_capabilities()
         if self.on["seccomp"]:
@@ -448,9 +443,13 @@ class Zygote:
         """Says how it is here, then answers calls until the pool ends."""
         warm_up(self.home)
         message = {"why": self.why}
-        with contextlib.suppress(BrokenPipeError), open(POOL, "wb", 0) as pool:
-            while pool.write(pack(message)) and (call := read_message(POOL)):
-                files = list(map(self.new_file, ("stdin", "stdout", "stderr")))
+        with contextlib.suppress(BrokenPipeError), open(POOL, "wb") as pool:
+            while True:
+                pool.write(pack(message))
+                pool.flush()
+                if (call := read_message(POOL)) is None:
+                    break
+                files = [self.new_file(name) for name in ("stdin", "stdout", "stderr")]
                 message = self.serve(call, files)
                 for file in files:
                     os.close(file)
@@ -521,18 +520,18 @@ class Zygote:
         if not (self.on["pid"] or self.on["seccomp"]):
             end_children()
         wall, cpu = time.monotonic() - start, usage.ru_utime + usage.ru_stime
-        cause = cause or verdict(os.waitstatus_to_exitcode(status), cpu >= seconds, files)
+        code = os.waitstatus_to_exitcode(status)  # negative: a signal
+        if code and not cause and not size_of(files[2]):
+            why = f"exit status {code}" if code > 0 else f"ended by {signal.Signals(-code).name}"
+            os.pwrite(files[2], why.encode(), 0)
+        cause = cause or verdict(code, cpu >= seconds, *map(size_of, files[1:]))
         stdout, stderr = (cut(file, self.settings["output"]) for file in files[1:])
         answer = dict(id=call["id"], status=cause, stdout=stdout, stderr=stderr)
         return answer | dict(wall_seconds=wall, cpu_seconds=cpu)
 
 
-def verdict(code: int, late: bool, files: list[int]) -> str:
-    """Status of a call that ended by itself, with this exit code (negative: a signal)."""
-    stdout, stderr = map(size_of, files[1:])
-    if code and not stderr:
-        why = f"exit status {code}" if code > 0 else f"ended by {signal.Signals(-code).name}"
-        os.pwrite(files[2], why.encode(), 0)
+def verdict(code: int, late: bool, stdout: int, stderr: int) -> str:
+    """Status of a call that ended by itself; stdout, stderr: their sizes."""
     if late or code == -signal.SIGXCPU:
         return "timeout"
     if max(stdout, stderr) > MAX_OUTPUT:
@@ -617,11 +616,12 @@ def main() -> None:
     """Serves the pool; its first message has the settings."""
     settings = read_message(POOL)
     gc.disable()
-    sys.path += [p for p in settings["path"] if p not in sys.path]
+    ours = sys.path.pop(0)
+    sys.path += [*(p for p in settings["path"] if p not in sys.path), ours]
     for name in [*COMMON.split(), *settings["imports"]]:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    sys.path.remove(os.path.dirname(HERE))
+    sys.path.pop()
     Zygote(settings).run()
 
 

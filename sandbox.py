@@ -38,7 +38,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import isolation
 from isolation import HERE, LINUX, NUM_CORES, end_children, libc, pack, read_message
@@ -120,7 +120,7 @@ class Pool:
                 if not (answer or client.is_closing()):
                     answer = await self.ask(number, call, data)
             with contextlib.suppress(OSError):  # it may have left
-                client.write(answer or pack({"id": call["id"], **asdict(ToolResult("lost"))}))
+                client.write(answer or pack({"id": call["id"], "status": "lost"}))
                 await client.drain()
 
     async def ask(self, number: int, call: dict, data: bytes) -> bytes | None:
@@ -213,7 +213,7 @@ def guarantees(why: dict[str, str]) -> dict[str, tuple[bool, str]]:
 async def run_pool() -> None:
     """Until the owner's end of our stdin closes, or the owner is no longer our parent."""
     owner = socket.socket(fileno=0)
-    data, (listener,), *_ = socket.recv_fds(owner, MAX_MESSAGE, 1)
+    data, (listener,), *_ = socket.recv_fds(owner, 1 << 20, 1)
     parent, pool = os.getppid(), Pool(json.loads(data))
     if LINUX:
         libc("prctl", isolation.SET_SUBREAPER, 1, 0, 0, 0)
@@ -292,9 +292,6 @@ class SandboxClient:
                 raise TimeoutError(f"call {handle} has no answer yet")
         return self.results.pop(handle)
 
-    def pending(self) -> int:
-        return sum(result is None for result in self.results.values())
-
     def fileno(self) -> int:
         """For select: readable when an answer waits."""
         return self.sock.fileno()
@@ -327,18 +324,16 @@ class SandboxClient:
         elif "layers" in message:
             self.known_layers = {name: tuple(found) for name, found in message["layers"].items()}
         else:
-            self.take(message.pop("id"), ToolResult(**message))
+            self.news.append(message.pop("id"))
+            self.results[self.news[-1]] = ToolResult(**message)
         return not self.ended
-
-    def take(self, handle: int, result: ToolResult) -> None:
-        self.results[handle] = result
-        self.news.append(handle)
 
     def end(self) -> None:
         """The pool is gone: what it has not answered is lost."""
         self.ended = True
-        for handle in [handle for handle, result in self.results.items() if result is None]:
-            self.take(handle, ToolResult("lost"))
+        lost = [handle for handle, result in self.results.items() if result is None]
+        self.results |= dict.fromkeys(lost, ToolResult("lost"))
+        self.news += lost
 
     def close(self) -> None:
         self.end()
@@ -375,11 +370,12 @@ class Sandbox(SandboxClient):
         listener.listen(128)
         super().__init__(listener.getsockname(), secrets.token_hex(16))
         self.process, lifeline = spawn(os.path.abspath(__file__), "--serve")
-        self.sockets += [lifeline, listener]
+        self.sockets.append(lifeline)
         settings = dict(folder=self.folder, secret=self.secret, workers=workers, preload=preload)
         settings |= dict(memory=memory, disk=disk, files=files, output=output, off=off)
         settings["path"] = [p for p in sys.path if p.endswith("-packages")]
         socket.send_fds(lifeline, [json.dumps(settings).encode()], [listener.fileno()])
+        listener.close()
         layers = self.layers() if require else {}
         missing = {n: why for n in require for on, why in [layers.get(n, (0, "unknown"))] if not on}
         if missing:

@@ -204,7 +204,7 @@ def test_urgent_calls_overtake(box):
         single.result(flood[0], 60)
         check = single.submit_check("1/2", "0.5")
         assert single.result(check, 60).stdout == "1"
-        assert single.pending() > 15
+        assert list(single.results.values()).count(None) > 15
 
 
 def test_checks_answer_one_or_zero(box):
@@ -220,7 +220,7 @@ def test_ready_and_select_tell_of_every_answer_once(box):
     while len(told) < 20:
         select.select([box], [], [], 60)
         told += box.ready()
-    assert set(told) == handles and len(told) == 20 and box.pending() == 0 and box.ready() == []
+    assert set(told) == handles and len(told) == 20 and box.ready() == []
     for handle in handles:
         box.result(handle)
         with pytest.raises(KeyError):
