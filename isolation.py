@@ -5,7 +5,7 @@ imported. It forks a child for a call and watches the process to its end. A fork
 where starting an interpreter with sympy takes 400; a call's memory dies with its child. Status and
 seconds are the zygote's: a child can misreport its own text and exit code, no more.
 
-A fork is paid for by the page: 1.5 us for each one that child or zygote writes to, if only to count
+A fork is paid for by the page: 1.5 us for each one that the child then writes to, if only to count
 a reference. Hence frozen objects, huge pages, C calls prepared before the fork, programs run once
 beforehand, and numpy.random (75 more mappings) only in the zygote that has everything.
 

@@ -172,7 +172,7 @@ def choose_zygote(call: dict, preload: list[str]) -> int:
     """How many of `preload` a call needs, by its text: up to the last that it names. All for a
     check, for imports that we do not know or cannot see, and for random numbers of a package: a
     zygote that has them is seeded. A wrong choice costs time: what is not there is imported."""
-    text = call["code"][0] + call["stdin"]
+    text = call["code"][0]
     level = max((n for n, name in enumerate(preload, 1) if name in text), default=0)
     imports = re.findall(r"^[ \t]*(?:import|from)[ \t]+(\w+)", text, re.M)
     other = set(imports) - sys.stdlib_module_names - set(preload)

@@ -245,29 +245,29 @@ def test_calls_that_are_none_raise_at_once(box):
             bad()
 
 
-CHOICES = [  # program, stdin, how many of (numpy, sympy) its zygote has
-    ("print(1 + 1)", "", 0),
-    ("import math, re\nfrom fractions import Fraction", "", 0),
-    ("import random; random.random()", "", 0),
-    ("import numpy as np", "", 1),
-    ("def f():\n    from numpy.linalg import inv", "", 1),
-    ("import numpy as np\nnp.random.rand()", "", 2),
-    ("import numpy, sympy", "", 2),
-    ("from sympy import *", "", 2),
-    ("import scipy", "", 2),
-    ("m = __import__('num' + 'py')", "", 2),
-    ("import importlib", "", 2),
-    ("exec(input())", "import numpy", 2),
-    ("evalf = 1  # no eval", "", 2),
-    ("evaluate = executor = 1", "", 0),
-    ("open('m.py', 'w').write('import numpy')\nimport m", "", 2),
-    ("\n" * 500_000 + " " * 500_000, "", 0),
+CHOICES = [  # program, how many of (numpy, sympy) its zygote has
+    ("print(1 + 1)", 0),
+    ("import math, re\nfrom fractions import Fraction", 0),
+    ("import random; random.random()", 0),
+    ("import numpy as np", 1),
+    ("def f():\n    from numpy.linalg import inv", 1),
+    ("import numpy as np\nnp.random.rand()", 2),
+    ("import numpy, sympy", 2),
+    ("from sympy import *", 2),
+    ("import scipy", 2),
+    ("m = __import__('num' + 'py')", 2),
+    ("import importlib", 2),
+    ("exec(input())", 2),
+    ("x = 1  # no eval", 2),
+    ("evaluate = executor = 1", 0),
+    ("open('m.py', 'w').write(input())\nimport m", 2),
+    ("\n" * 500_000 + " " * 500_000, 0),
 ]
 
 
-@pytest.mark.parametrize("code, stdin, level", CHOICES, ids=lambda a: repr(a)[:40])
-def test_the_zygote_is_chosen_by_what_the_text_asks_for(code, stdin, level):
-    call = {"kind": "run", "code": [code], "stdin": stdin}
+@pytest.mark.parametrize("code, level", CHOICES, ids=lambda a: repr(a)[:40])
+def test_the_zygote_is_chosen_by_what_the_text_asks_for(code, level):
+    call = {"kind": "run", "code": [code]}
     assert sandbox.choose_zygote(call, ["numpy", "sympy"]) == level
     assert sandbox.choose_zygote(call, []) == 0
     assert sandbox.choose_zygote({**call, "kind": "check"}, ["numpy", "sympy"]) == 2
