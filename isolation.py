@@ -35,6 +35,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import io
 import json
 import linecache
 import math
@@ -57,7 +58,7 @@ NUM_CORES = len(os.sched_getaffinity(0)) if LINUX else os.cpu_count()
 PROGRAM = "<tool>"  # file name of a call's code in its tracebacks
 OUT_OF_MEMORY = 77  # exit status by which a child reports a MemoryError
 MAX_OUTPUT = 16 << 20  # bytes to stdout or stderr, then the call ends
-POOL = 0  # our stdin: a socket
+POOL = 3  # a socket: what is our stdin at the start
 TICK = 0.05  # seconds between two looks at a running child
 COMMON = "collections decimal fractions functools re string typing"  # for all zygotes
 WARM_UP = {  # module: what is run in the zygote, so that a child finds first uses done
@@ -219,7 +220,7 @@ def drop_capabilities() -> tuple:
 def limit(name: str, value: int) -> tuple:
     """Soft = hard: raising it again takes a capability."""
     number = getattr(resource, f"RLIMIT_{name}")
-    return prepare("setrlimit", number, struct.pack("QQ", value, value))
+    return prepare("setrlimit", number, struct.pack("QQ", *[value % (1 << 64)] * 2))
 
 
 def enter_namespaces(flags: int) -> None:
@@ -302,7 +303,8 @@ def run_call(call: dict) -> int:
         return 0
     (source,) = call["code"]
     main = sys.modules["__main__"] = type(sys)("__main__")
-    linecache.cache[PROGRAM] = (len(source), None, source.splitlines(True), PROGRAM)
+    lines = io.StringIO(source + "\n", None).readlines()  # as Python counts them, unlike splitlines
+    linecache.cache[PROGRAM] = (len(source), None, lines, PROGRAM)
     status, stdout = 0, sys.stdout
     run = lambda: execute(source, main.__dict__)
     flush = lambda: stdout.closed or stdout.flush()
@@ -319,10 +321,10 @@ def execute(source: str, names: dict) -> None:
     tree = compile(source, PROGRAM, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
     if tree.body and isinstance(last := tree.body[-1], ast.Expr):  # becomes an assignment
         place = dict(lineno=last.lineno, col_offset=last.col_offset)
-        target = ast.Name("__value__", ast.Store(), **place)
+        target = ast.Name("<value>", ast.Store(), **place)  # no program has such a name
         tree.body[-1] = ast.Assign([target], last.value, **place)
     exec(compile(tree, PROGRAM, "exec", dont_inherit=True), names)
-    if (value := names.pop("__value__", None)) is not None:
+    if (value := names.pop("<value>", None)) is not None:
         print(repr(value))
 
 
@@ -387,7 +389,7 @@ class Zygote:
                 os.close(POOL)
                 os.waitpid(pid, 0)
                 if os.getppid() != self.settings["pool"]:  # it was killed and cannot tidy up
-                    remove(self.settings["folder"])
+                    os.execvp("rm", ["rm", "-rf", self.settings["folder"]])  # a fork would fail
                 os._exit(0)
             libc("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             ours = os.open("/proc/self/ns/pid", os.O_RDONLY)
@@ -443,10 +445,11 @@ class Zygote:
         """Says how it is here, then answers calls until the pool ends."""
         warm_up(self.home)
         message = {"why": self.why}
-        with contextlib.suppress(BrokenPipeError), open(POOL, "wb") as pool:
+        with contextlib.suppress(ConnectionError), open(POOL, "wb") as pool:
             while True:
                 pool.write(pack(message))
                 pool.flush()
+                message = None  # nothing of it for the next child
                 if (call := read_message(POOL)) is None:
                     break
                 files = [self.new_file(name) for name in ("stdin", "stdout", "stderr")]
@@ -550,7 +553,8 @@ def cut(file: int, limit: int) -> str:
     text = os.pread(file, limit, 0)
     if (more := size_of(file) - limit) > 0:
         marker = f"\n... {more} bytes left out ...\n".encode()
-        text = text[: limit // 2] + marker + os.pread(file, limit // 2, limit // 2 + more)
+        tail = os.pread(file, limit // 2, limit + more - limit // 2)
+        text = text[: limit - limit // 2] + marker + tail
     return text.decode("utf-8", "replace")
 
 
@@ -614,6 +618,8 @@ def warm_up(home: str) -> None:
 
 def main() -> None:
     """Serves the pool; its first message has the settings."""
+    os.dup2(0, POOL)
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)  # sys.stdin is made of what it will be like: a file
     settings = read_message(POOL)
     gc.disable()
     ours = sys.path.pop(0)

@@ -273,7 +273,7 @@ def rotary(q: Tensor, k: Tensor, positions: Tensor, inv_freq: Tensor, q_weight: 
     assert (T, D) == (Tk, Dk) == (len(positions), 2 * len(inv_freq)), (q.shape, k.shape)
     cos, sin = _cos_sin(positions, inv_freq)
     if not torch.is_grad_enabled():
-        if q_weight is not None and not _on_kernels(q):
+        if q_weight is not None and q.dtype == torch.float32 and not _on_kernels(q):
             q, k = rmsnorm(q, q_weight, eps), rmsnorm(k, k_weight, eps)
             q_weight = k_weight = None
         return tuple(_rotary(x, cos, sin, w, eps)[0] for x, w in ((q, q_weight), (k, k_weight)))
@@ -346,12 +346,11 @@ def _attend_stretches(q, k_cache, v_cache, stretches, scale):
     return out
 
 
-# A step's layers share the work: tensors compare by identity, and a step brings new ones. Subtle:
-# one that is changed in place would not be noticed.
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=1)  # tensors compare by identity: one step's layers share the work
 def _decode_stretches(block_tables, context_lens, block):
     """-> rows by length (B,), the way back (B,), [(a stretch of these, their blocks, mask)] where
-    all have one rounded key length."""
+    all have one rounded key length. Subtle: a step brings new tensors; one changed in place would
+    not be noticed."""
     lens = (context_lens + KEY_MULTIPLE - 1) // KEY_MULTIPLE * KEY_MULTIPLE
     lens, order = lens.sort(stable=True)
     block_tables, context_lens, stretches, end = block_tables[order], context_lens[order], [], 0
@@ -364,10 +363,10 @@ def _decode_stretches(block_tables, context_lens, block):
     return order, order.argsort(), stretches
 
 
-@functools.lru_cache(maxsize=1)
 def _prefill_stretches(cu_seqlens, context_lens, block_tables, block):
-    """-> [(query tokens of a sequence with one rounded key length, its blocks, mask)]"""
-    starts, stretches = cu_seqlens.tolist(), []
+    """Yields (query tokens of a sequence with one rounded key length, its blocks, mask), one at a
+    time: all masks of a long context would be large."""
+    starts = cu_seqlens.tolist()
     for s, context_len in enumerate(context_lens.tolist()):
         start, end = starts[s], starts[s + 1]
         while start < end:
@@ -376,9 +375,8 @@ def _prefill_stretches(cu_seqlens, context_lens, block_tables, block):
             n = min(key_len - first, end - start)
             lens = torch.arange(first + 1, first + n + 1, device=block_tables.device)
             where = _blocks_and_mask(block_tables[s : s + 1], lens, key_len, block)
-            stretches.append((slice(start, start + n), *where))
+            yield slice(start, start + n), *where
             start += n
-    return stretches
 
 
 def paged_decode_attention_reference(q, k_cache, v_cache, block_tables, context_lens, scale):

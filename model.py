@@ -24,6 +24,7 @@ import functools
 import json
 import math
 import mmap
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,7 +100,8 @@ class Model(nn.Module):
         return linears(hidden, self.head())[0].float()
 
     def pack(self) -> None:
-        """For generation on a CPU: see `linears`. To be called again when the weights change."""
+        """For generation on a CPU: see `linears`. To be called again when the weights change, which
+        are then in memory twice."""
         if sum(p.numel() for p in self.parameters()) < PACK_FROM:
             return
         pack(self.head())
@@ -174,23 +176,31 @@ class Mlp(nn.Module):
 
 
 PACK_FROM = 1 << 20  # parameters of a model; in a smaller one a call costs more than it saves
+# First of some layers -> their one matrix; a module that held it could not be copied or saved.
+PACKED = weakref.WeakKeyDictionary()
 
 
 def pack(*layers: nn.Module) -> None:
-    """Keeps the matrices of layers with the same input together, in oneDNN's own order."""
-    weights, oneDNN = [layer.weight for layer in layers], torch.backends.mkldnn
-    if weights[0].is_cpu and weights[0].dtype == torch.float32 and oneDNN.is_available():
+    """Copies the matrices of layers with the same input into one, in oneDNN's own order."""
+    PACKED.pop(layers[0], None)
+    weights, biases = [[getattr(x, name, None) for x in layers] for name in ("weight", "bias")]
+    can = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    w = weights[0]
+    if can and w.is_cpu and w.dtype == torch.float32 and not w.is_inference():
         together = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights), None)
-        biases = [b for layer in layers if (b := getattr(layer, "bias", None)) is not None]
-        bias, sizes = torch.cat(biases) if biases else None, [len(w) for w in weights]
-        layers[0].packed = weights, [w._version for w in weights], together, bias, sizes
+        bias = None if biases[0] is None else torch.cat(biases)
+        parts = [t for t in weights + biases if t is not None]
+        versions = [t._version for t in parts]
+        PACKED[layers[0]] = parts, versions, together, bias, [len(w) for w in weights]
 
 
 def linears(x: Tensor, *layers: nn.Module) -> list[Tensor]:
     """x (T, C) through each of some linear layers. Where they are packed (for generation) and not
     changed since, as one matmul; with few rows it takes two thirds of the time."""
-    weights, versions, together, bias, sizes = layers[0].__dict__.get("packed", (None,) * 5)
-    if not weights or torch.is_grad_enabled() or [w._version for w in weights] != versions:
+    parts, versions, together, bias, sizes = PACKED.get(layers[0], ((),) * 5)
+    same = parts and all(layer.weight is w for layer, w in zip(layers, parts))
+    same = same and x.dtype == torch.float32 and [t._version for t in parts] == versions
+    if torch.is_grad_enabled() or not same:
         return [F.linear(x, layer.weight, getattr(layer, "bias", None)) for layer in layers]
     y = torch.ops.mkldnn._linear_pointwise.default(x, together, bias, "none", [], "")
     return y.split_with_sizes(sizes, -1) if len(sizes) > 1 else [y]

@@ -84,6 +84,7 @@ class Pool:
         self.order = itertools.count()
         self.layers = asyncio.get_running_loop().create_future()
         self.zygotes: dict[int, tuple] = {}  # number: (process, reader, writer)
+        self.starting: set[int] = set()  # process ids of those that are not in there yet
 
     async def serve_client(self, reader, writer) -> None:
         """Queues a client's calls until it leaves; who breaks the protocol is cut off."""
@@ -132,7 +133,7 @@ class Pool:
         try:
             writer.write(data)
             return await receive(reader)
-        except (EOFError, OSError):
+        except (EOFError, OSError, ValueError):
             self.end_zygote(number)
         finally:
             alarm.cancel()
@@ -146,8 +147,10 @@ class Pool:
             own["imports"] = [*preload, "reward"]
         for _ in range(3):
             process, sock = spawn(HERE)
+            self.starting.add(process.pid)
             reader, writer = await asyncio.open_connection(sock=sock)
             self.zygotes[number] = process, reader, writer
+            self.starting.discard(process.pid)
             writer.write(pack(self.settings | own))
             try:
                 layers = guarantees(json.loads((await receive(reader))[4:])["why"])
@@ -165,7 +168,7 @@ class Pool:
         writer.close()
         process.kill()
         process.wait()
-        end_children(spare=[process.pid for process, *_ in self.zygotes.values()])
+        end_children([*self.starting, *(process.pid for process, *_ in self.zygotes.values())])
 
 
 def choose_zygote(call: dict, preload: list[str]) -> int:
@@ -186,6 +189,8 @@ def check_call(message: dict) -> dict:
     """Raises TypeError, ValueError or KeyError for anything but a call."""
     if not all(isinstance(text, str) for text in [*message["code"], message["stdin"]]):
         raise TypeError("a call is made of texts: code and stdin, or answer and gold")
+    if len(message["code"]) != {"run": 1, "check": 2}[message["kind"]]:
+        raise ValueError("a program is one text, a check two")
     if not 0 < message["seconds"] < 1e6:
         raise ValueError(f"seconds must be positive, got {message['seconds']}")
     return message
@@ -298,7 +303,7 @@ class SandboxClient:
 
     def layers(self) -> dict[str, tuple[bool, str]]:
         """{guarantee: (on, by what, or why not)}; waits for the first worker."""
-        while not self.known_layers:
+        while self.ended or not self.known_layers:
             if not self.receive(math.inf):
                 raise RuntimeError(ENDED)
         return self.known_layers
@@ -312,9 +317,11 @@ class SandboxClient:
 
     def receive(self, timeout: float) -> bool:
         """Takes in one message; False if none came in time, or none will."""
+        if self.ended:
+            return False
         poll = select.poll()
         poll.register(self.sock, select.POLLIN)
-        if self.ended or not poll.poll(1000 * min(max(timeout, 0), 1e6)):
+        if not poll.poll(1000 * min(max(timeout, 0), 1e6)):
             return False
         message = None
         with contextlib.suppress(ConnectionResetError):

@@ -309,7 +309,7 @@ def bracket_calls(text: str, names) -> list[tuple[str, dict]]:
             fine = call.func.id == f"_{k}" and not call.args and None not in given  # not f(3, **x)
             require(fine, "not a name and keywords")
             calls.append((name, given))
-    except (SyntaxError, ValueError, AttributeError, TypeError, MemoryError):
+    except (SyntaxError, ValueError, AttributeError, TypeError, MemoryError, RecursionError):
         raise ValueError("bracket call that cannot be read") from None
     return calls
 

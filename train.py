@@ -233,8 +233,8 @@ class Job:
             parallel.save_checkpoint(folder, name, self.model, self.optimizer, self.state)
 
     def hand_over(self) -> None:
-        """The trainer's weights to this rank's engine: what FSDP's root holds in one collective (all
-        of a small model), the others one tensor at a time."""
+        """The trainer's weights to this rank's engine: what FSDP's root holds in one collective
+        (all of a small model), the others one tensor at a time."""
         with self.timed("weights"):
             sharded = hasattr(self.model, "unshard")
             if sharded:

@@ -75,6 +75,18 @@ def test_rmsnorm_and_its_gradients_equal_autograd_in_float64(residual):
             torch.testing.assert_close(a.grad.double(), b.grad, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rotary_and_norms_have_the_same_bits_with_and_without_gradients(dtype):
+    """Half precision is rounded once, at the end: engine and trainer agree."""
+    x, w = torch.randn(9, 4, 16).to(dtype), torch.rand(16).to(dtype)
+    inv_freq, both = torch.rand(8), []
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            q, k = kernels.rotary(x, x[:, :2], torch.arange(9), inv_freq, w, w, 1e-6)
+            both.append((q, k, kernels.rmsnorm(x, w, 1e-6), *kernels.add_rmsnorm(x, x, w, 1e-6)))
+    assert all(torch.equal(a, b) for a, b in zip(*both))
+
+
 @pytest.mark.parametrize("normed", [False, True])
 def test_rotary_and_its_gradients_equal_complex_multiplication_in_float64(normed):
     """Coordinates (x_i, x_{i + D/2}) are one complex number, multiplied by exp(i * angle)."""

@@ -1,6 +1,7 @@
 """model.py: the decoder against itself and against transformers, and folders in and out."""
 
 import contextlib
+import copy
 import dataclasses
 import json
 import random
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 
 from kvcache_engine import Engine
 from model import (
+    PACKED,
     Model,
     ModelConfig,
     init_weights,
@@ -146,10 +148,10 @@ def test_packed_weights_give_the_same_logits_until_they_change(config, monkeypat
         logits = lambda: model.logits(model(token_ids, positions, attend))
         plain = logits()
         model.pack()
-        assert not hasattr(gate, "packed")
+        assert gate not in PACKED
         monkeypatch.setattr("model.PACK_FROM", 0)
         model.pack()
-        assert hasattr(gate, "packed") == torch.backends.mkldnn.is_available()
+        assert (gate in PACKED) == torch.backends.mkldnn.is_available()
         torch.testing.assert_close(logits(), plain, rtol=1e-5, atol=1e-5)
         up = linears(x, gate, model.layers[0].mlp.up_proj)[1]
         for n in range(4, 99):
@@ -161,6 +163,14 @@ def test_packed_weights_give_the_same_logits_until_they_change(config, monkeypat
         assert (changed - plain).abs().max() > 0.01
     model(token_ids, positions, attend).sum().backward()  # gradients do not see it
     assert gate.weight.grad.abs().sum() > 0
+    with torch.no_grad():
+        copied = copy.deepcopy(model)
+        again = copied.logits(copied(token_ids, positions, attend))
+        torch.testing.assert_close(again, changed, rtol=1e-5, atol=1e-5)
+        other = small_model(config, seed=1)
+        model.load_state_dict(other.state_dict(), assign=True)
+        assert torch.equal(logits(), other.logits(other(token_ids, positions, attend)))
+        assert model.bfloat16()(token_ids, positions, attend).dtype == torch.bfloat16
 
 
 def test_a_batch_without_targets_has_zero_gradients():

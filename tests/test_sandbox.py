@@ -1,5 +1,6 @@
 """Answers of the sandbox: one per call, the same every time, nothing left behind."""
 
+import contextlib
 import json
 import os
 import re
@@ -35,6 +36,8 @@ def run(box, code, stdin="", seconds=4.0):
 ANSWERS = [  # code, status, stdout, part of stderr
     ("print(1 + 1)", "ok", "2\n", ""),
     ("x = 3\nx ** 2", "ok", "9\n", ""),
+    ("__value__ = 5", "empty", "", ""),
+    ("import sys; print(sys.stdin.seekable(), sys.stdin.tell())", "ok", "True 0\n", ""),
     ("'text'", "ok", "'text'\n", ""),
     ("print('a')\n'b'", "ok", "a\n'b'\n", ""),
     ("None", "empty", "", ""),
@@ -404,15 +407,67 @@ import time; time.sleep(60)"""
 @linux_only
 def test_a_killed_pool_is_noticed_and_leaves_nothing():
     with Sandbox(workers=1, preload=()) as box:
+        layers = box.layers()
         assert run(box, "1").stdout == "1\n"
         handle = box.submit("import time; time.sleep(60)", seconds=60)
         members = list(processes_of(box.process.pid))
         os.kill(box.process.pid, signal.SIGKILL)
         assert box.result(handle, 60).status == "lost"
-        with pytest.raises(RuntimeError, match="ended"):
-            box.submit("1")
+        for use in (lambda: box.submit("1"), box.layers):
+            with pytest.raises(RuntimeError, match="ended"):
+                use()
+        if "pid" in layers["leftovers"][1]:
+            wait_until(lambda: not os.path.exists(box.folder))
+    assert box.ready() == []
     wait_until(lambda: all(state == "Z" for pid in members for state in processes_of(pid).values()))
     assert not os.path.exists(box.folder)
+
+
+@linux_only
+def test_zygotes_that_die_at_once_are_replaced_and_no_call_is_lost():
+    """As when memory is short: the pool sees all of it in one look."""
+    with Sandbox(workers=6, preload=()) as box:
+        handles = [box.submit("import time; time.sleep(.3)") for _ in range(6)]
+        assert all(box.result(h, 60).status == "empty" for h in handles)
+        handles = [box.submit("import time; time.sleep(1.5); print(1)") for _ in range(6)]
+        time.sleep(0.7)
+        os.kill(box.process.pid, signal.SIGSTOP)
+        for pid in set(processes_of(box.process.pid)) - {box.process.pid}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        os.kill(box.process.pid, signal.SIGCONT)
+        assert [box.result(h, 60).status for h in handles] == ["ok"] * 6
+
+
+def test_an_answer_too_large_for_a_message_is_lost_and_the_pool_lives():
+    with Sandbox(workers=1, preload=(), output=16 << 20) as box:
+        large = "import os\nfor _ in range(15): os.write(1, b'\\xff' * (1 << 20))"
+        assert run(box, large, seconds=60).status == "lost"
+        assert run(box, "1").stdout == "1\n"
+
+
+def test_what_an_earlier_call_answered_is_not_to_be_found(box):
+    look = """import sys
+frame, found = sys._getframe(), []
+while frame:
+    found += [v for v in frame.f_locals.values() if "sec" + "ret 1" in str(v)]
+    frame = frame.f_back
+print(len(found))"""
+    for _ in range(4):  # both workers
+        assert run(box, "print('secret', 1)").stdout == "secret 1\n"
+    assert {run(box, look).stdout for _ in range(4)} == {"0\n"}
+
+
+def test_a_traceback_shows_the_line_that_python_means(box):
+    text = run(box, "x = '''\f\u2028'''\ny = 1\n1/0").stderr
+    assert "line 3" in text and "\n    1/0\n" in text, text
+
+
+def test_unlimited_memory_is_a_setting_and_an_odd_output_loses_nothing():
+    with Sandbox(workers=1, preload=(), memory=-1, output=101) as box:
+        assert run(box, "1").stdout == "1\n"
+        cut = run(box, "print('a' * 60 + 'b' * 60)").stdout
+        assert cut == "a" * 51 + "\n... 20 bytes left out ...\n" + "b" * 49 + "\n"
 
 
 @linux_only

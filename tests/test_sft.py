@@ -198,6 +198,12 @@ def test_bracket_calls():
     assert sft.bracket_calls('[f(), A\'s(x="f(1)")]', ["A's"]) == quoted
 
 
+def test_a_bracket_call_beyond_the_parser_is_a_counted_skip():
+    for text in ("[f(x=" + "-" * 5000 + "1)]", "[f(x=1) g(y=2)]", "[f(1)]", "[f(x=open)]"):
+        with pytest.raises(ValueError, match="cannot be read"):
+            sft.bracket_calls(text, [])
+
+
 def test_prose_in_brackets_stays_text():
     prose, spaced = "[see the note (below)]", "[Get Weather(days=2)]"
     assert sft.bracket_calls(prose, ["see"]) == sft.bracket_calls(spaced, []) == []
