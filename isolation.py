@@ -303,7 +303,7 @@ def run_call(call: dict) -> int:
         return 0
     (source,) = call["code"]
     main = sys.modules["__main__"] = type(sys)("__main__")
-    lines = io.StringIO(source + "\n", None).readlines()  # as Python counts them, unlike splitlines
+    lines = io.StringIO(source, None).readlines()  # as Python counts them, unlike splitlines
     linecache.cache[PROGRAM] = (len(source), None, lines, PROGRAM)
     status, stdout = 0, sys.stdout
     run = lambda: execute(source, main.__dict__)
