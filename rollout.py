@@ -390,7 +390,8 @@ class Loop:
         for seq_id, run in [(s, r) for s, r in self.running.items() if r.started < limit]:
             self.stats.wall_cut += 1
             if run.check is None:
-                self.end(seq_id, "wall")  # calls without an answer have status lost
+                self.stats.lost_calls += len(run.waiting)  # their status stays lost
+                self.end(seq_id, "wall")
             else:  # the rollout has ended, its check has not: counts as wrong
                 self.stats.checks_failed += 1
                 self.score(seq_id, False)

@@ -243,7 +243,7 @@ def test_a_tool_that_never_answers_is_cut_by_the_wall_clock_and_counted(tok):
     (t,), stats = one(
         tok, ScriptedEngine(tok, block(), ANSWER), ScriptedBox(answers=False), wall_seconds=0.2
     )
-    assert (t.stop_reason, t.reward, stats.wall_cut) == ("wall", 0.0, 1)
+    assert (t.stop_reason, t.reward, stats.wall_cut, stats.lost_calls) == ("wall", 0.0, 1, 1)
     assert [c.status for c in t.tool_calls] == ["lost"] and time.monotonic() - begin < 60
 
 
