@@ -337,8 +337,8 @@ def _blocks_and_mask(block_tables, context_lens, key_len, block):
 def _attend_stretches(q, k_cache, v_cache, stretches, scale):
     """q (B, H, D), stretches [(n rows, blocks of each or one for all, mask)] -> (B, H, D), 0 in no
     stretch. A row is a batch entry with G queries a KV head: no bit of it depends on others."""
-    (_, H, D), K, out = q.shape, k_cache.shape[2], torch.zeros_like(q)
-    q, grouped = q.reshape(-1, K, H // K, D), out.view(-1, K, H // K, D)
+    (B, H, D), K, out = q.shape, k_cache.shape[2], torch.zeros_like(q)
+    q, grouped = q.reshape(B, K, H // K, D), out.view(B, K, H // K, D)
     for rows, blocks, mask in stretches:
         n, key_len = len(mask), mask.shape[-1]
         k, v = (_gather(x, blocks, key_len).expand(n, -1, -1, -1) for x in (k_cache, v_cache))
