@@ -168,6 +168,8 @@ def entropy_analysis(run: Path, count: int = 64, share: float = 0.2, seed: int =
     """The share of tokens in code, in the turn after a tool response, and elsewhere that are among
     the top `share` by entropy of `count` random trajectories, and the tokens met most there."""
     rows = [r for r in read_traces(run) if sum(r["loss_mask"])]
+    if not rows:
+        raise ValueError(f"{run}/traces holds no token that a model wrote")
     rows = Random(seed).sample(rows, min(count, len(rows)))
     tok = Tokenizer.from_file(settings_of_run(run)[0] / "tokenizer.json")
     tokens = [token for row in rows for token in kinds_of_tokens(row, tok)]

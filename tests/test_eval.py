@@ -153,6 +153,13 @@ def test_errors_are_one_sentence(command, sentence, monkeypatch, capsys):
     assert stop.value.code not in (0, None) and sentence in text
 
 
+def test_entropy_analysis_of_traces_without_a_model_token_is_a_sentence(tmp_path):
+    t = Trajectory(Problem("p", "1 + 1?", "2"), 0, 1)
+    t.append([5, 6], "prompt")
+    with pytest.raises(ValueError, match="no token that a model wrote"):
+        entropy_analysis(stored(tmp_path, t))
+
+
 def test_entropy_analysis_marks_code_and_what_follows_a_tool(tmp_path, model_folder):
     (tmp_path / "sft").symlink_to(model_folder)
     (tmp_path / "config.json").write_text(json.dumps({"evaluation": {}}))
