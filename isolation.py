@@ -24,7 +24,8 @@ tried in a throw-away fork, because whether it works depends on kernel, containe
 
 Root in a container without CAP_SYS_ADMIN has all but `disk`; an ordinary user has all where user
 namespaces are allowed. Not here: cgroups (rarely writable), other uids (cannot read an interpreter
-in /root). Outside Linux there is nothing but resource limits and wall time.
+in /root). Outside Linux there is nothing but resource limits and wall time. This is a file of its
+own because sandbox.py starts it by exec, and every fork pays for what is imported here.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     token_ids (T,) -> embedding -> [ RMSNorm -> attention -> + -> RMSNorm -> SwiGLU -> + ] x layers
                    -> RMSNorm -> hidden (T, C) -> head -> logits (., V)
 
-Dims: T tokens of the flat batch (sequences packed one behind the other, no padding), R rows with a
-target, C hidden size, H query heads, K key/value heads, D head dim, V vocabulary.
+Dims: T tokens of the flat batch (sequences packed one behind the other, no padding), R rows whose
+output is wanted (a target, a token to sample), C hidden size, H query heads, K key/value heads,
+D head dim, V vocabulary.
 
 What tells the uses apart is `attend(layer, q, k, v)`, a plain function of q (T, H, D), k and v
 (T, K, D) after rotary: `packed_attention` here (training: causal inside each segment), paged
@@ -12,7 +13,9 @@ attention over a KV cache in kvcache_engine.py. The model knows neither segments
 that it is sharded: FSDP2 wraps blocks and root from outside. So the head is used only inside
 `forward` (`targets` given), where its weight is whole; (T, V) logits are never held at once.
 
-Qwen3 has QK-norm (RMSNorm over D on q and k), Qwen2.5 has a bias on q, k and v instead.
+Qwen3 has QK-norm (RMSNorm over D on q and k), Qwen2.5 has a bias on q, k and v instead. Linear
+layers are called through `linears`: on a CPU the engine has a copy of them in an order that is
+faster for few rows (`Model.pack`); parameters and folders do not know of it.
 
 Folders are Hugging Face's: config.json, safetensors, shards and an index. What would be another
 model (rope scaling, sliding window, experts, quantised weights) is refused by the field's name.
